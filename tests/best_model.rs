@@ -258,7 +258,7 @@ fn best_models_need_evaluations() {
         (&["--early-stopping-patience", "1", "--damped-finish", "0.3"], "--damped-finish"),
         (&["--early-stopping-patience", "0"], "--early-stopping-patience 0"),
         // One row leaves none for evaluation.
-        (&["--early-stopping-patience", "1"], "there are no evaluation rows"),
+        (&["--early-stopping-patience", "1"], "at least 10 rows of --data"),
     ] {
         let output = run(d, &words.split(' ').chain(more.iter().copied()).collect::<Vec<_>>());
         let error = String::from_utf8_lossy(&output.stderr);

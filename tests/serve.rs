@@ -136,7 +136,7 @@ fn requests_share_what_begins_alike_in_a_cache_of_any_size() {
                 .collect();
             asking.into_iter().map(|asking| asking.join().unwrap()).collect()
         });
-        assert_eq!(metric(&server, "questions_waiting"), 0.0);
+        assert_eq!(metric(&server, "answers_waiting"), 0.0);
         [vec![first], together].concat()
     };
     let alike = system.len() as u64 / 8;
@@ -518,7 +518,7 @@ fn who_hangs_up_frees_the_place_and_a_full_queue_is_said() {
     // The only place is taken, and seven wait for it. 57 more may wait, and the next one is refused.
     let body = json!({"prompt": "a", "max_tokens": 1}).to_string();
     let waiting: Vec<_> = (0..57).map(|_| server.open("POST", COMPLETION, &[JSON], body.as_bytes())).collect();
-    until("the queue is not full", || metric(&server, "questions_waiting") == 64.0);
+    until("the queue is not full", || metric(&server, "answers_waiting") == 64.0);
     let (status, text) = server.send("POST", COMPLETION, &[JSON], body.as_bytes());
     assert!(status == 429 && text.contains("the queue is full"), "{status}: {text}");
     // A client that begins a head and does not go on keeps nobody waiting.
@@ -551,7 +551,7 @@ fn a_question_waits_for_room_in_the_cache() {
     let long = long_answers(&narrow, 1);
     let waiting = [(64, 1.0), (1, 2.0)].map(|(tokens, count)| {
         let stream = narrow.open("POST", COMPLETION, &[JSON], question(tokens).to_string().as_bytes());
-        until("a question does not wait for room", || metric(&narrow, "questions_waiting") == count);
+        until("a question does not wait for room", || metric(&narrow, "answers_waiting") == count);
         assert_eq!(metric(&narrow, "answers_running"), 1.0);
         (tokens, stream)
     });
@@ -562,7 +562,7 @@ fn a_question_waits_for_room_in_the_cache() {
         let reply: Value = serde_json::from_str(&text).unwrap();
         assert_eq!(reply["usage"]["completion_tokens"], tokens, "{reply}");
     }
-    until("the questions are counted as waiting", || metric(&narrow, "questions_waiting") == 0.0);
+    until("the questions are counted as waiting", || metric(&narrow, "answers_waiting") == 0.0);
 }
 
 #[test]

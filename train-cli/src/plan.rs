@@ -223,13 +223,13 @@ fn in_range(s: &Settings) -> Result<(), CliError> {
     Ok(())
 }
 
-/// A combination of settings, whether a run has it, and why it is refused.
+/// A combination of settings, whether a run has it, and why it is refused. `RECIPE` in the reason stands for the chosen recipe.
 type Rule = (bool, &'static str);
 
 /// Refuses settings that exclude each other.
 fn consistent(s: &Settings) -> Result<(), CliError> {
     if let Some((_, text)) = files(s).into_iter().chain(number_formats(s)).find(|(broken, _)| *broken) {
-        return Err(CliError::Usage(text.to_owned()));
+        return Err(CliError::Usage(text.replace("RECIPE", s.recipe.recipe.name())));
     }
     let (files, weights) = (s.data.data.len(), s.data.data_weights.len());
     if weights > 0 && weights != files {
@@ -286,11 +286,11 @@ fn number_formats(s: &Settings) -> Vec<Rule> {
     vec![
         (
             plain && recipe.scales.is_some(),
-            "--scales changes nothing: --recipe bf16 quantizes nothing; leave one of them out",
+            "--scales changes nothing: --recipe RECIPE quantizes nothing; leave one of them out",
         ),
         (
             plain && recipe.share_scales,
-            "--share-scales changes nothing: --recipe bf16 quantizes nothing; leave one of them out",
+            "--share-scales changes nothing: --recipe RECIPE quantizes nothing; leave one of them out",
         ),
         (
             recipe.share_scales && recipe.scales == Some(Scaling::Single),
@@ -303,10 +303,10 @@ fn number_formats(s: &Settings) -> Vec<Rule> {
         ),
         (
             plain && s.saving.head.is_some(),
-            "--head changes nothing: --recipe bf16 exports no NVFP4 weights; leave one of them out",
+            "--head changes nothing: --recipe RECIPE exports no NVFP4 weights; leave one of them out",
         ),
         (packed && float_states, "--master-weights nvfp4 needs --optimizer-state-mode int8 or int4"),
-        (packed && plain, "--master-weights nvfp4 keeps no weights for --recipe bf16 to read; take --recipe w4"),
+        (packed && plain, "--master-weights nvfp4 keeps no weights for --recipe RECIPE to read; take --recipe w4"),
         (
             packed && recipe.bf16_last_blocks.is_some_and(|blocks| blocks > 0),
             "--bf16-last-blocks needs dense master weights; choose --master-weights other than nvfp4",

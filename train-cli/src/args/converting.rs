@@ -15,7 +15,8 @@ pub struct ExportArgs {
     /// Model to export: a checkpoint, a run folder, a model folder, a .dat file or a .safetensors file
     #[arg(short, long, alias = "checkpoint", value_name = "PATH")]
     pub model: PathBuf,
-    /// Folder of tokenizer and chat template, and of config.json if the model has none [default: the model's folder]
+    /// Folder that holds tokenizer and chat template, and config.json too if there is none beside the model [default: the model's
+    /// folder]
     #[arg(long, value_name = "DIR")]
     pub tokenizer: Option<PathBuf>,
     /// .dat file to write
@@ -25,8 +26,8 @@ pub struct ExportArgs {
     /// cannot be combined with --scales and --head
     #[arg(long, value_name = "FILE")]
     pub like: Option<PathBuf>,
-    /// Which scales NVFP4 weights have [default: those of the model, if its weights
-    /// are NVFP4; otherwise those of its training run; `two` if there is no run]
+    /// Which scales NVFP4 weights have [default: those of the model, if its weights are NVFP4; otherwise those that the record of
+    /// its training names (trained.json, or trainer_state.json in a checkpoint); `two` if there is no record]
     #[arg(long, conflicts_with = "like", value_parser = parser::<Scaling>())]
     pub scales: Option<Scaling>,
     /// How the output head is stored [default: NVFP4 if the file with which training began has an NVFP4 head. Otherwise f16 for a
@@ -54,8 +55,8 @@ pub enum HfFormat {
 pub enum ActivationsArg {
     /// Activations are not quantized
     Bf16,
-    /// The activations that linear layers read are NVFP4. Their scales are those of the model's files, or are measured on
-    /// --calibration-data: layers that read the same activations share one scale
+    /// The activations that linear layers read are NVFP4. Their scales are those of the model's files, or they are measured on
+    /// --calibration-data. Layers that read the same activations share one scale
     Nvfp4,
 }
 
@@ -68,7 +69,8 @@ pub struct ExportHfArgs {
     /// Model to export: a run folder, a checkpoint, a model folder, or a .dat or .safetensors file
     #[arg(short, long, alias = "checkpoint", value_name = "PATH")]
     pub model: PathBuf,
-    /// Folder of tokenizer and chat template, and of config.json if the model has none [default: the model's folder]
+    /// Folder that holds tokenizer and chat template, and config.json too if there is none beside the model [default: the model's
+    /// folder]
     #[arg(long, value_name = "DIR")]
     pub tokenizer: Option<PathBuf>,
     /// Folder to write
@@ -153,8 +155,8 @@ pub struct ConvertArgs {
     pub dtype: WeightArg,
     /// Which scales NVFP4 weights have.
     #[arg(long, value_parser = parser::<Scaling>(), help = format!(
-        "Which scales NVFP4 weights have [default: those of the input, if its weights are NVFP4; otherwise those of its training \
-         run; `{SCALING_NAME}` if there is no run]"
+        "Which scales NVFP4 weights have [default: those of the input, if its weights are NVFP4; otherwise those that the record \
+         of its training (trained.json) names; `{SCALING_NAME}` if there is no record]"
     ))]
     pub scales: Option<Scaling>,
     /// With --dtype nvfp4, in .dat and .safetensors files: how the output head is stored [default: NVFP4 for a separate

@@ -9,7 +9,8 @@ use std::path::PathBuf;
 pub enum RunsCommand {
     /// List the runs of a folder, one line each
     List(ListArgs),
-    /// Show the summary of a run: figures, evaluations, answers, exported files, settings. In a pipe or a file, it is Markdown
+    /// Show the summary of a run: figures, evaluations, answers, exported files, settings. If the output goes to a
+    /// pipe or a file, it is Markdown
     Show(ShowArgs),
     /// Compare the figures of several runs side by side, and the settings that differ
     Compare(CompareArgs),

@@ -27,7 +27,7 @@ pub struct NeedleArgs {
     /// Number format of the KV cache.
     #[command(flatten)]
     pub cache: CacheArgs,
-    /// Lengths of the texts with question and answer, in tokens, separated by commas
+    /// Lengths to test, in tokens, separated by commas; a length includes the question and the answer
     #[arg(long, value_name = "N", value_delimiter = ',', required = true)]
     pub lengths: Vec<usize>,
     /// How many depths to test. A depth is a place in a text where the number is hidden. The depths are spread evenly from the
@@ -113,7 +113,7 @@ pub struct ParityArgs {
     /// Prompt on which two models are compared
     #[arg(short, long, value_name = "TEXT", conflicts_with = "expected")]
     pub prompt: Option<String>,
-    /// Take the prompt without the chat template
+    /// Use the prompt unchanged, without the chat template
     #[arg(long, requires = "prompt")]
     pub raw: bool,
     /// Folder that holds tokenizer and chat template, and config.json too if there is none beside a model [default: each model's

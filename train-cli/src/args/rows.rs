@@ -18,15 +18,16 @@ pub enum DataCommand {
 /// Flags of `data make`.
 #[derive(Debug, Args)]
 pub struct MakeArgs {
-    /// Recipe: a TOML file with templates and pools
+    /// Data recipe: a TOML file with templates and pools
     pub recipe: PathBuf,
     /// File to write: .tsv, or .jsonl with a list of messages in each row
     #[arg(short, long, value_name = "FILE")]
     pub output: PathBuf,
-    /// Total number of rows, shared among the templates in proportion to their own counts [default: the recipe's]
+    /// Total number of rows, shared among the templates in proportion to their own counts [default: that of the data recipe]
     #[arg(long, value_name = "N")]
     pub count: Option<usize>,
-    /// Random seed for what is drawn, and for the order of the rows if the recipe shuffles them [default: the recipe's, else 0]
+    /// Random seed for what is drawn, and for the order of the rows if the data recipe shuffles them [default: that of the data
+    /// recipe, or 0 if it has none]
     #[arg(long, value_name = "N")]
     pub seed: Option<u64>,
     /// Replace an older file

@@ -25,7 +25,7 @@ pub struct GenerateArgs {
     /// System message
     #[arg(long, alias = "system")]
     pub system_prompt: Option<String>,
-    /// Send the prompt without the chat template
+    /// Use the prompt unchanged, without the chat template
     #[arg(long, conflicts_with_all = ["system_prompt", "thinking"])]
     pub raw: bool,
     /// Turn thinking before the answer on or off, for models that can think [default: as the model was trained, else the chat template's choice]
@@ -37,7 +37,7 @@ pub struct GenerateArgs {
     /// How tokens are chosen.
     #[command(flatten)]
     pub sampling: SamplingArgs,
-    /// Number of answers to each prompt. The first one draws with --seed, the next one with the number after it
+    /// Number of answers to each prompt. The first answer uses the random seed --seed, the second uses --seed plus 1, and so on
     #[arg(short = 'n', long, value_name = "N", default_value_t = 1)]
     pub answers: usize,
     /// Print an answer when it is complete, instead of piece by piece
@@ -195,7 +195,7 @@ pub struct SamplingArgs {
         |s| s.repetition_penalty,
     ))]
     pub repetition_penalty: Option<f32>,
-    /// End the answer in front of this text; may be given several times
+    /// End the answer before this text; may be given several times
     #[arg(long, value_name = "TEXT")]
     pub stop: Vec<String>,
     /// Random seed for sampling

@@ -3,17 +3,17 @@
 
 use crate::{
     data::sample::{Origin, Sample},
-    settings::defaults::MOST_EVALUATED,
+    settings::defaults::{FEWEST_SPLIT, MOST_EVALUATED},
 };
 use backend_nvfp4::{Stream, reference};
 use std::collections::{BTreeSet, HashSet};
 
-/// Splits off the samples of evaluation rows: a share of all rows, but at most [`MOST_EVALUATED`], and at least one of ten or
-/// more rows.
+/// Splits off the samples of evaluation rows: a share of all rows, but at most [`MOST_EVALUATED`], and at least one of
+/// [`FEWEST_SPLIT`] or more rows.
 pub fn split(samples: Vec<Sample>, share: f64, seed: u64) -> (Vec<Sample>, Vec<Sample>) {
     let (rows, n) = numbered(&samples);
     let wanted = (n as f64 * share).round() as usize;
-    let count = if share <= 0.0 || n < 10 { 0 } else { wanted.clamp(1, MOST_EVALUATED) };
+    let count = if share <= 0.0 || n < FEWEST_SPLIT { 0 } else { wanted.clamp(1, MOST_EVALUATED) };
     let order = permutation(n, seed, u32::MAX);
     let held: HashSet<usize> = order[..count].iter().copied().collect();
     let (mut train, mut eval) = (Vec::new(), Vec::new());

@@ -15,6 +15,7 @@ use crate::{
     run::{checkpoint, old_checkpoints},
     settings::{
         Clip, DeviceChoice, Recompute, SaveStrategy,
+        defaults::FEWEST_SPLIT,
         fields::{LEAST_KEPT, SavingSettings},
     },
 };
@@ -219,9 +220,10 @@ pub fn check_settings(plan: &Plan, inputs: &Inputs, scaling: Scaling, master: Ma
         return Err(CliError::Usage(text.into()));
     }
     if plan.settings.compares_evaluations() && inputs.eval.is_empty() {
-        let text = "there are no evaluation rows, whose losses --early-stopping-patience and --load-best-model-at-end \
-                    compare; give --eval-data FILE, or a larger --val-split";
-        return Err(CliError::Usage(text.into()));
+        return Err(CliError::Usage(format!(
+            "there are no evaluation rows, whose losses --early-stopping-patience and --load-best-model-at-end compare; give \
+             --eval-data FILE, or at least {FEWEST_SPLIT} rows of --data, because a run with fewer holds none out"
+        )));
     }
     Ok(())
 }

@@ -34,7 +34,7 @@ pub(super) struct Metrics {
     microseconds: AtomicU64,
     /// Answers that are being made.
     pub(super) running: Gauge,
-    /// Questions that wait.
+    /// Answers that have not begun yet.
     pub(super) waiting: Gauge,
 }
 
@@ -86,7 +86,7 @@ impl Metrics {
         }
         for (name, help, gauge) in [
             ("answers_running", "Answers that are being made.", &self.running),
-            ("questions_waiting", "Questions that wait.", &self.waiting),
+            ("answers_waiting", "Answers that have not begun yet.", &self.waiting),
         ] {
             put(name, "gauge", help, &[(String::new(), gauge.0.load(Ordering::Relaxed) as f64)]);
         }

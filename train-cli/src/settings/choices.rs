@@ -249,7 +249,7 @@ pub enum Nvfp4Part {
 /// Parquet table.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub enum Format {
-    /// JSON rows {"messages": [{"role": ..., "content": ...}, ...]}, as OpenAI has them
+    /// JSON rows {"messages": [{"role": ..., "content": ...}, ...]}, as in OpenAI's interface
     Messages,
     /// JSON rows {"conversations": [{"from": "human", "value": ...}, ...]}
     Sharegpt,
@@ -262,7 +262,7 @@ pub enum Format {
     Documents,
     /// Each line is a prompt, a tab and the answer; lines that start with # are comments
     Tsv,
-    /// One document, cut into sequences; the loss counts every token
+    /// One document, or several if --document-separator is given, cut into sequences; the loss counts every token
     Text,
 }
 
@@ -336,9 +336,9 @@ pub enum Decay {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
 #[serde(rename_all = "kebab-case")]
 pub enum Recompute {
-    /// As few blocks as possible. None runs twice if the predicted memory with the activations of all blocks, and a tenth of it
-    /// as a reserve, fits into --memory-limit and the free memory (half of the free memory where the device uses the memory of
-    /// the host)
+    /// As few blocks as possible. The program predicts the memory of the run with the activations of all blocks, and adds a tenth
+    /// of this total as a reserve. If the sum fits into --memory-limit and into the free memory, no block runs twice. (Where the
+    /// device uses the memory of the host, it must fit into half of the free memory.)
     Auto,
     /// Every block: this needs the least memory
     Always,
@@ -378,8 +378,8 @@ pub enum HeadFormat {
     /// In NVFP4. If the head is tied (the embedding is the head), the file has the embedding in f16 and an NVFP4 copy of it as
     /// head, which makes answers faster
     Nvfp4,
-    /// In bf16, if the file with which training began (for convert: the input) has a separate matrix for the head. An NVFP4 copy
-    /// of the embedding counts as such a matrix. Otherwise the head is the embedding itself: it is stored once, in f16
+    /// In bf16, if the file with which training began (for convert: the input) has a separate matrix for the head, or an NVFP4
+    /// copy of the embedding. If it has neither, the head is the embedding itself, which is stored once, in f16
     Bf16,
 }
 

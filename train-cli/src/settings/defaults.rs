@@ -8,6 +8,9 @@ pub const RUNS: &str = "runs";
 /// Most training rows that are held out for evaluation.
 pub const MOST_EVALUATED: usize = 200;
 
+/// Fewest rows of which some are held out for evaluation.
+pub const FEWEST_SPLIT: usize = 10;
+
 /// Maximum length of a training sequence in tokens, if none is given and the model takes as many.
 pub const MAX_SEQ_LENGTH: usize = 2048;
 

@@ -94,8 +94,8 @@ pub struct DataSettings {
     /// Training files, folders of them, or patterns.
     #[arg(short, long, value_name = "PATH", alias = "dataset", alias = "train-data", alias = "train-file")]
     #[arg(help_heading = COMMON, help = format!(
-        "Training file ({}), a folder of such files (without hidden files, .md files, dataset_info.json and state.json), or a \
-         pattern such as 'rows/*.jsonl'; may be given several times",
+        "Training file ({}), a folder of such files (hidden files, .md files, dataset_info.json and state.json in it are \
+         skipped), or a pattern such as 'rows/*.jsonl'; may be given several times",
         extensions::known()
     ))]
     pub data: Vec<PathBuf>,
@@ -368,9 +368,10 @@ pub struct SavingSettings {
         "Number of steps between checkpoints; 0 saves only the last step. The signal SIGUSR1 asks for a checkpoint after \
          the current step",
         &format!(
-            "; with this default, a checkpoint is left out if the one before is still being written, or if it would raise \
-             the time that training has waited for checkpoints above {:.0} % of the time since training began or was resumed \
-             (the program assumes that it takes as long as the one before)",
+            ". With this default, a checkpoint is left out in two cases: the previous one is still being written, or training \
+             would then have waited for checkpoints for more than {:.0} % of the time since it began or was resumed. The \
+             program assumes that the next checkpoint takes as long as the previous one. The first checkpoint and the one after \
+             the last step are always written",
             100.0 * SAVING_SHARE
         ),
     ))]
