@@ -116,7 +116,7 @@ fn a_plain_resume_has_the_settings_of_the_last_command() {
     );
     assert_eq!(resumed("r", &[]).1, 100);
 
-    for damaged in ["= 3", ""] {
+    for damaged in ["= 3", "", "recipe = \"w4\"\n"] {
         fs::write(d.join("r/config.toml"), damaged).unwrap();
         let (said, made) = resumed("r", &[]);
         assert!(made == 100 && said.contains("r is complete at step 100"), "{damaged:?}: {said}");

@@ -72,7 +72,7 @@ fn a_run_is_summarized_in_its_folder() {
     // Summary and picture are parts of a run, which --overwrite removes. The tokens are those of the rows that are used.
     fit(d, &["--max-rows", "20", "--overwrite", "-o", "r"]);
     let text = fs::read_to_string(r.join("summary.md")).unwrap();
-    assert!(text.contains("\n64 rows, 20 of 64 sequences chosen by --max-rows, "), "{text}");
+    assert!(text.contains("\n64 rows, 44 rows left out by --max-rows, "), "{text}");
 }
 
 #[test]
@@ -456,7 +456,11 @@ fn a_complete_run_says_what_extends_it() {
     // A length that another setting overrides is refused: nothing would be trained.
     let out = run(d, &["fit", "--resume-from-checkpoint", "r", "--num-train-epochs", "3"]);
     let said = String::from_utf8(out.stderr).unwrap();
-    assert!(out.status.code() == Some(2) && said.contains("--num-train-epochs 3: r has made all its steps"), "{said}");
+    assert!(
+        out.status.code() == Some(2)
+            && said.contains("--num-train-epochs 3: --max-steps 4 in the settings of r overrides"),
+        "{said}"
+    );
     assert!(said.contains("give --max-steps N, where N is larger than 4"), "{said}");
     // The length that the run has is none that changes it.
     assert!(resumed(&["--max-steps", "4"]).contains("is complete at step 4"));

@@ -1,5 +1,5 @@
-//! What the host has asked of a device: the words of a buffer, which it reads when it wants. The question stands in front of what is
-//! launched afterwards, and does not wait for it.
+//! Words of a buffer that the host has asked a device for. The device sends them before it runs what is launched later, and the host
+//! waits for them when it needs them.
 
 use crate::error::Nvfp4Error;
 use std::fmt;
@@ -16,7 +16,7 @@ pub struct Asked {
 
 impl Asked {
     /// A question that `waiting` waits for.
-    pub fn new(waiting: impl FnOnce() -> Result<Vec<u32>, Nvfp4Error> + Send + 'static) -> Self {
+    pub(crate) fn new(waiting: impl FnOnce() -> Result<Vec<u32>, Nvfp4Error> + Send + 'static) -> Self {
         Self { waiting: Some(Box::new(waiting)), answer: Ok(vec![]) }
     }
 

@@ -209,7 +209,7 @@ pub trait Nvfp4Kernels: Nvfp4Backend {
         None
     }
 
-    /// Asks for the bits of a tensor in f32, in front of what is launched next.
+    /// Asks for the bits of a tensor in f32. The device sends them before it runs kernels that are launched later.
     fn words_of(x: FloatTensor<Self>) -> Asked;
 
     /// Applies repetition penalties to the rows of logits `[M, V]` in f32, whose newest tokens are `newest` `[M]`: see

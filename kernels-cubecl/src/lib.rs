@@ -23,7 +23,7 @@
 //! | [`mod@rms_norm`], [`rope`], [`mod@swiglu`] | the small operations of a transformer block, with their gradients |
 //! | [`mod@column_sums`] | sums of columns, the last step of a norm's weight gradient |
 //! | [`mod@cross_entropy`] | the loss, and its gradient in place of the logits |
-//! | [`penalty`], [`mod@likeliest`], [`mod@draw`] | logits after a repetition penalty, the largest logits of each row, and the token that is drawn from them |
+//! | [`penalty`], [`mod@likeliest`], [`mod@draw`] | logits after a penalty, the largest logits of each row, and the drawn token |
 //! | [`mod@segment_sum`] | the gradient of an embedding, from the gradients of its tokens |
 //! | [`gradient`] | the sum of squares for the global norm, and the sum of micro-batches |
 //! | [`adamw`] | one AdamW update of a chunk, for every way to store moments and master weights |

@@ -33,7 +33,8 @@ pub fn segment_sum<R: Runtime>(
     expect_len(NAME, "dy", dy.size(), ids.len() * cols)?;
     let rows = gradient.size() / cols.max(1);
     expect_len(NAME, "gradient", gradient.size(), rows * cols)?;
-    require(NAME, ids.iter().all(|id| (*id as usize) < rows), || format!("an id is above {rows} rows"))?;
+    let most = ids.iter().copied().max().unwrap_or(0) as usize;
+    require(NAME, ids.is_empty() || most < rows, || format!("id {most}; the gradient has {rows} rows"))?;
     if ids.is_empty() || cols == 0 {
         return Ok(());
     }

@@ -13,7 +13,7 @@ use wgpu::{DeviceType, Instance, InstanceDescriptor, PowerPreference, RequestAda
 #[derive(Debug)]
 pub struct Adapter(wgpu::Adapter);
 
-/// The adapter that `WgpuDevice::DefaultDevice` takes. None if there is none, or if CubeCL's variable chooses.
+/// The adapter that `WgpuDevice::DefaultDevice` takes. None if there is none, or if CUBECL_WGPU_DEFAULT_DEVICE chooses one.
 pub fn default_adapter() -> Option<&'static Adapter> {
     static FOUND: OnceLock<Option<Adapter>> = OnceLock::new();
     FOUND.get_or_init(find).as_ref()
@@ -75,7 +75,7 @@ impl Adapter {
     }
 }
 
-/// What is free in that heap of the device that has most. A buffer lies in one heap.
+/// Free bytes of the device's heap that has the most of them. A buffer lies in one heap.
 fn most_free(heaps: &[vk::MemoryHeap], budget: &vk::PhysicalDeviceMemoryBudgetPropertiesEXT<'_>) -> Option<u64> {
     let said = budget.heap_budget.iter().zip(&budget.heap_usage);
     let of_the_device = |heap: &vk::MemoryHeap| heap.flags.contains(vk::MemoryHeapFlags::DEVICE_LOCAL);

@@ -292,7 +292,9 @@ impl Tensors for Container {
         let mut scales = vec![0; rows.len() * scales_per_row(cols)];
         self.read(&slot.entries[1], (rows.start * scales_per_row(cols)) as u64, &mut scales)?;
         let stored = self.stored_scale(slot)?;
-        let packed = Packed { codes, scales, global: if slot.reciprocal { 1.0 / stored } else { stored } };
+        // A matrix of zeros may have an infinite divisor. With other codes, it would make zeros of them.
+        let damaged = stored.is_infinite() && codes.iter().any(|word| word & 0x7777_7777 != 0);
+        let packed = Packed { codes, scales, global: if slot.reciprocal && !damaged { 1.0 / stored } else { stored } };
         packed.check_scales(rows.start, cols).map_err(|e| self.bad(format!("{name:?}: {e}")))?;
         Ok(packed)
     }

@@ -30,8 +30,8 @@ pub enum StoreAs<'a> {
         /// The first transformer block whose linear layers stay dense.
         dense_from: usize,
     },
-    /// Each tensor as this file stores it. A tensor that did not change keeps its bytes. One that has another shape there is
-    /// missing.
+    /// Each tensor as this file stores it. A tensor that did not change keeps its bytes. A tensor that has another
+    /// shape in this file is missing.
     Like(&'a Container),
 }
 

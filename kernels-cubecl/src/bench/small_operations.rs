@@ -134,7 +134,9 @@ impl<R: Runtime> Bench<'_, R> {
     fn draws(&self, show: &mut dyn FnMut(Row)) -> Result<(), KernelError> {
         let (rows, cols) = (16usize, 151_936usize);
         let n = rows * cols;
-        let (logits, out) = (self.bytes(n * 4, 13), self.bytes(2 * rows * 4, 14));
+        // Numbers from -8 to 8. Of random bytes, one would have all the weight.
+        let logit = |at: u32| ((at.wrapping_mul(2_654_435_761) >> 8) as f32 / 1_048_576.0 - 8.0).to_bits();
+        let (logits, out) = (self.words((0..n as u32).map(logit).collect()), self.bytes(2 * rows * 4, 14));
         for (name, kept, top_p) in [
             ("draw, greedy", 1, 1.0),
             ("draw, top-k 20", 20, 0.8),
@@ -155,7 +157,9 @@ impl<R: Runtime> Bench<'_, R> {
         let (dy, gradient) = (self.values(n), self.bytes(all * 4, 15));
         // Some ids are frequent, as in a text.
         let ids: Vec<u32> = (0..tokens as u32).map(|t| if t % 4 == 0 { t % 32 } else { t * 37 }).collect();
-        self.row(show, "segment_sum", format!("{tokens}x{cols}"), moved(n as f64 * 10.0), |_| {
+        // Each row of dy is read once, and the rows of the 3,080 different ids are read and written.
+        let bytes = (n * 2 + 3080 * cols * 8) as f64;
+        self.row(show, "segment_sum", format!("{tokens}x{cols}"), moved(bytes), |_| {
             segment_sum(self.client, self.arg(&gradient, all), &ids, (self.arg(&dy, n), BF16), cols)
         })
     }

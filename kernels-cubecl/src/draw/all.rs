@@ -1,6 +1,7 @@
 //! The draw of a token from any number of candidates. A cube draws a row. It does not sort: it looks for the last id that is kept, four
 //! bits at a time, first of its logit and then, if others have the same one, of the id. Reads the logits once for the largest, eight
-//! times for top-k, nine times for top-p, and once for the draw: bound by instructions.
+//! times for top-k, nine times for top-p, eight times more for each border that several ids share, and once for the draw: bound by
+//! instructions.
 
 use super::row::{Drawing, WORDS, drawing, exponential, random_words, weight};
 use crate::{

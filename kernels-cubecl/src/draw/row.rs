@@ -41,7 +41,9 @@ impl Draw {
     pub(super) fn words(&self, row: u32) -> [u32; WORDS] {
         let [temperature, top_p, min_p] = [self.temperature, self.top_p, self.min_p].map(f32::to_bits);
         let [low, high] = [self.seed as u32, (self.seed >> 32) as u32];
-        [row, self.kept as u32, self.position, low, high, temperature, top_p, min_p]
+        // No vocabulary has so many tokens, and 0 stands for all.
+        let kept = u32::try_from(self.kept).unwrap_or(0);
+        [row, kept, self.position, low, high, temperature, top_p, min_p]
     }
 
     /// Whether a row of so many logits is drawn from a list of its most likely tokens.

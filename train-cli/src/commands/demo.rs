@@ -17,10 +17,10 @@ const FOLDER: &str = "runs/demo-files";
 
 const SETTINGS: &str = include_str!("../../assets/demo/settings.toml");
 
-/// Writes those of the demo's files below `runs/` that are not there yet.
+/// Writes the demo's files to the folder runs/demo-files. A file that is there already stays.
 ///
 /// # Errors
-/// If a file of that name is another one, or a file cannot be written.
+/// If a file there has other content than the demo's, or a file cannot be written.
 pub fn unpack() -> Result<(), CliError> {
     let files = FILES.map(|(name, bytes)| (Path::new(FOLDER).join(name), bytes));
     let (there, missing): (Vec<_>, Vec<_>) = files.into_iter().partition(|(file, _)| is_taken(file));

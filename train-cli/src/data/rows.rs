@@ -8,14 +8,23 @@ use crate::{
 use backend_nvfp4::{Stream, reference};
 use std::collections::{BTreeSet, HashSet};
 
-/// Splits off the samples of evaluation rows: a share of all rows, but at most [`MOST_EVALUATED`], and at least one of
-/// [`FEWEST_SPLIT`] or more rows.
+/// Splits off the samples of evaluation rows: a share of all rows, but at most [`MOST_EVALUATED`], also of their samples, and at
+/// least one of [`FEWEST_SPLIT`] or more rows.
 pub fn split(samples: Vec<Sample>, share: f64, seed: u64) -> (Vec<Sample>, Vec<Sample>) {
     let (rows, n) = numbered(&samples);
     let wanted = (n as f64 * share).round() as usize;
     let count = if share <= 0.0 || n < FEWEST_SPLIT { 0 } else { wanted.clamp(1, MOST_EVALUATED) };
     let order = permutation(n, seed, u32::MAX);
-    let held: HashSet<usize> = order[..count].iter().copied().collect();
+    let mut sequences = vec![0; n];
+    rows.iter().for_each(|row| sequences[*row] += 1);
+    // The rows of long documents make many sequences. After the first row, no more of these are held out than of short rows.
+    let mut left = MOST_EVALUATED;
+    let fits = |row: &usize| {
+        let fits = left == MOST_EVALUATED || sequences[*row] <= left;
+        left = left.saturating_sub(sequences[*row]);
+        fits
+    };
+    let held: HashSet<usize> = order[..count].iter().copied().take_while(fits).collect();
     let (mut train, mut eval) = (Vec::new(), Vec::new());
     for (row, sample) in rows.into_iter().zip(samples) {
         if held.contains(&row) { eval.push(sample) } else { train.push(sample) }
@@ -109,21 +118,24 @@ fn weighted(samples: Vec<Sample>, weight: f64, seed: u64, file: u32) -> Vec<Samp
     (0..wanted).map(|i| samples[if i / n < wanted / n { i % n } else { order[i % n] }].clone()).collect()
 }
 
-/// Repeats each sample by its own weight times that of its file. The copies of all together are the sum of the weights; what
-/// is a fraction for one sample goes to some of them, by chance.
+/// Repeats the samples of each row by its own weight times that of its file. The copies of all rows together are the sum of the
+/// weights; what is a fraction for one row goes to some of them, by chance.
 fn by_rows(samples: Vec<Sample>, weights: &[f64], seed: u64) -> Vec<Sample> {
-    let own = |sample: &Sample| sample.weight * weights.get(sample.origins[0].file as usize).unwrap_or(&1.0);
-    // The samples lie one after another on a line, in a random order, each as long as its weight. It has a copy for each
-    // whole number that lies in it.
-    let mut copies = vec![0; samples.len()];
-    let mut end = 0.5f64;
-    for i in permutation(samples.len(), seed, u32::MAX - 1) {
-        let begin = end;
-        end += own(&samples[i]);
-        copies[i] = (end.floor() - begin.floor()) as usize;
+    let (rows, count) = numbered(&samples);
+    let mut own = vec![0.0; count];
+    for (row, sample) in rows.iter().zip(&samples) {
+        own[*row] = sample.weight * weights.get(sample.origins[0].file as usize).unwrap_or(&1.0);
     }
-    let repeated = samples.into_iter().zip(copies);
-    repeated.flat_map(|(sample, copies)| std::iter::repeat_n(sample, copies)).collect()
+    // The rows lie one after another on a line, in a random order, each as long as its weight. It has a copy for each whole number
+    // that lies in it.
+    let mut copies = vec![0; count];
+    let mut end = 0.5f64;
+    for row in permutation(count, seed, u32::MAX - 1) {
+        let begin = end;
+        end += own[row];
+        copies[row] = (end.floor() - begin.floor()) as usize;
+    }
+    samples.into_iter().zip(rows).flat_map(|(sample, row)| std::iter::repeat_n(sample, copies[row])).collect()
 }
 
 /// The order of `n` samples in an epoch: Fisher and Yates's shuffle with counter-based random numbers.
@@ -189,6 +201,25 @@ mod tests {
         let of = |weight| weighted(all.clone(), weight, 3, 0);
         assert_eq!((of(1.0).len(), of(2.5).len(), of(0.3).len()), (10, 25, 3));
         assert!(all.iter().all(|s| (2..=3).contains(&of(2.5).iter().filter(|t| *t == s).count())));
+    }
+
+    #[test]
+    fn the_sequences_of_a_row_stay_together() {
+        // Rows of 50 sequences.
+        let mut all = samples(1000);
+        all.iter_mut().enumerate().for_each(|(i, sample)| {
+            sample.origins[0].line = 1 + i as u32 / 50;
+            sample.weight = 0.5;
+        });
+        let rows = |samples: &[Sample]| -> Vec<usize> {
+            let of = |line| samples.iter().filter(|sample| sample.origins[0].line == line).count();
+            (1..=20).map(of).collect()
+        };
+        // Ten rows are half of them, and have more sequences than are held out.
+        let held = rows(&split(all.clone(), 0.5, 3).1);
+        assert!(held.iter().all(|n| [0, 50].contains(n)) && held.iter().sum::<usize>() == MOST_EVALUATED, "{held:?}");
+        let weighed = rows(&weigh(all, &[], 3));
+        assert!(weighed.iter().all(|n| [0, 50].contains(n)) && weighed.iter().sum::<usize>() == 500, "{weighed:?}");
     }
 
     #[test]

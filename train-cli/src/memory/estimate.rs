@@ -33,7 +33,7 @@ pub struct Estimate {
 /// on the second.
 const GATHERED: &str = "gradients of all blocks";
 const KEPT: &str = "activations of kept blocks";
-/// What a run holds besides, if the guard undoes a step from it.
+/// The copy of weights and states from which the guard undoes a step. It is held beside these parts.
 const UNDO: &str = "copy for undoing a step";
 
 /// Numbers of parameters. Norms are too small to count.

@@ -1,10 +1,11 @@
-//! How much memory is free: on a device before a run takes any, and on the disk of a folder. Whose memory a device has.
+//! How much memory is free: on a device before a run takes any, and on the disk of a folder; and whether a device uses the host's
+//! memory.
 
 use crate::{CliError, device, kernel_cache, memory::host, settings::DeviceChoice};
 use std::path::Path;
 
-/// Bytes that are free on a device; None if it does not say. Where its memory is the host's, the host says. Of that, a GPU
-/// behind Vulkan may be allowed a part only.
+/// Bytes that are free on a device; None if it does not say. If the device uses the host's memory, the host says how much is
+/// free; a GPU behind Vulkan may be allowed only a part of that.
 pub fn on_device(device: DeviceChoice) -> Option<u64> {
     match device {
         _ if is_the_hosts(device) != Some(true) => device::free(device),

@@ -229,6 +229,14 @@ pub fn check_unchanged(plan: &Plan, inputs: &Inputs, resumed: &Resumed, precisio
                     must read the same files";
         return usage(text.into());
     }
+    // The epoch is a number of sequences divided by those of the data. Another number of these leaves a fraction.
+    let sequences = state.epoch * inputs.train.len() as f64;
+    if !plan.settings.data.synthetic && (sequences - sequences.round()).abs() > 1e-3 {
+        report::line(
+            "warning: this version chooses other rows for training and evaluation than the one that saved the checkpoint: rows \
+             that were held out may be trained on. To keep them apart, start a new run from the checkpoint's weights",
+        );
+    }
     if let Some(Change { flag, before, now }) = plan.settings.absolute().changed_since(&state.settings.absolute()) {
         let now = now.map_or(format!("{flag} is not set"), |now| format!("{flag} is {now}"));
         let before = before.map_or(format!("without {flag}"), |before| format!("with {flag} {before}"));
@@ -246,23 +254,31 @@ pub fn check_unchanged(plan: &Plan, inputs: &Inputs, resumed: &Resumed, precisio
     Ok(())
 }
 
-/// Says what changes in the steps that follow, because the run now has `steps` steps. Refuses it if blocks that are frozen would
-/// have to learn again: their master weights are gone.
+/// Says what changes in the next steps, because the run now has `steps` steps. Refuses this length if frozen blocks would have to
+/// learn again: their master weights are gone.
 fn check_new_length(plan: &Plan, inputs: &Inputs, resumed: &Resumed, steps: usize) -> Result<(), CliError> {
     let (done, before) = (resumed.state.global_step, resumed.state.max_steps);
     let blocks = inputs.config.num_hidden_layers;
     let dense = plan.settings.bf16_last_blocks(blocks);
+    // Blocks that are not trained have nothing to learn.
+    let untrained = match plan.settings.model.train_last_layers {
+        0 => 0,
+        last => blocks.saturating_sub(last),
+    };
     let frozen = |steps, step| {
         let finish = DampedFinish::new(plan.settings.recipe.damped_finish, steps, plan.quantize_from(steps));
-        finish.frozen(step, blocks).min(blocks - dense)
+        finish.frozen(step, blocks).min(blocks - dense).saturating_sub(untrained)
     };
     if done > 0 && frozen(before, done - 1) > frozen(steps, done) {
         let first = (0..done).find(|step| frozen(before, *step) > 0).unwrap_or_default();
+        let older = match first {
+            0 => String::new(),
+            first => format!("resume a checkpoint of at most {}, or ", report::count(first, "step")),
+        };
         return Err(CliError::Usage(format!(
             "the run would have {steps} steps instead of {before}, but by --damped-finish it has fixed {} already, which cannot \
-             learn again; resume a checkpoint of at most {}, or start a new run from the weights: train-cli fit -m {}",
+             learn again; {older}start a new run from the weights: train-cli fit -m {}",
             report::count(frozen(before, done - 1), "block"),
-            report::count(first, "step"),
             report::quoted(&resumed.folder.display().to_string())
         )));
     }

@@ -329,7 +329,7 @@ impl Forecast {
         let needed = self.estimate.peak();
         json!({
             "parts": parts,
-            "training_peak": needed,
+            "peak_without_undo_copy": needed,
             "undo_copy": self.undo.bytes(),
             "peak": self.peak(),
             "checkpoint": self.estimate.checkpoint(),

@@ -337,14 +337,12 @@ impl Summary {
     fn data(&self) -> String {
         let count = |key: &str| self.data[key].as_u64();
         let shown = |key: &str| count(key).map_or("–".to_owned(), |n| n.to_string());
-        let (rows, tokens, counted) = (shown("rows"), shown("tokens"), shown("supervised_tokens"));
-        let chosen = match (count("samples"), count("left_out")) {
-            (Some(chosen), Some(left_out @ 1..)) => {
-                format!(", {chosen} of {} sequences chosen by --max-rows", chosen.saturating_add(left_out))
-            }
-            _ => String::new(),
-        };
-        format!("{rows} rows{chosen}, {tokens} tokens, of which the loss counts {counted}.")
+        let rows = |n: u64| report::count(n as usize, "row");
+        let read = count("rows").map_or("– rows".to_owned(), rows);
+        let left_out = count("left_out").filter(|n| *n > 0);
+        let left_out = left_out.map_or_else(String::new, |n| format!(", {} left out by --max-rows", rows(n)));
+        let (tokens, counted) = (shown("tokens"), shown("supervised_tokens"));
+        format!("{read}{left_out}, {tokens} tokens, of which the loss counts {counted}.")
     }
 
     fn evaluations_table(&self) -> Table {

@@ -120,7 +120,8 @@ pub struct DataSettings {
     pub eval_data: Option<PathBuf>,
     /// Share of the training rows that are held out.
     #[arg(long, value_name = "SHARE", alias = "val-size", alias = "val-set-size", help = format!(
-        "Share of the training rows held out for evaluation, at most {MOST_EVALUATED} rows"
+        "Share of the training rows held out for evaluation, at most {MOST_EVALUATED} rows, or fewer if these make more than \
+         {MOST_EVALUATED} sequences"
     ))]
     pub val_split: f64,
     /// Format of the data files

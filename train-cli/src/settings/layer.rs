@@ -13,8 +13,8 @@ use clap::{ArgMatches, Command, FromArgMatches, error::ErrorKind, parser::ValueS
 use serde_json::{Map, Value};
 use std::{path::Path, sync::LazyLock};
 
-/// Largest config file that is read. All settings with long paths take a few KiB.
-const LARGEST: u64 = 1 << 20;
+/// Largest config file that is read. It names every training file, and a folder may hold a hundred thousand.
+const LARGEST: u64 = 64 << 20;
 
 /// Some of the settings, by name.
 #[derive(Debug, Clone, Default)]

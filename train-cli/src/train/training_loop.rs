@@ -431,7 +431,8 @@ struct Pace {
 }
 
 impl Pace {
-    /// Counts the time of a step. One that is left out takes no time, and says nothing about the others.
+    /// Counts the time of a step that was made. One that the guard leaves out is skipped or undone, and says nothing about the
+    /// others.
     fn add_step(&mut self, seconds: f64, step: &Guarded) {
         if let Guarded::Made(_) = step {
             self.steps.add(seconds);

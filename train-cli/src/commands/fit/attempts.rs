@@ -108,6 +108,10 @@ impl Ready {
         let model = self.model::<B>(from, device)?;
         watchers.vram.note::<B>(device, 0, "model_loaded")?;
         folder::reopen(&plan.output_dir, from.map_or(0, |resumed| resumed.state.global_step))?;
+        if from.is_some() {
+            // Not earlier: a newer checkpoint, which is set aside only here, may have more steps than the run now has.
+            folder::record_settings(plan)?;
+        }
         let optimizer = self.optimizer(from, &model)?;
         // The memory of a device with a pool is planned for training. The host has some to spare.
         let on_the_host = B::memory_in_use(device).is_none();

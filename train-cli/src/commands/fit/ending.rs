@@ -180,7 +180,7 @@ pub(super) fn is_complete(plan: &Plan, state: &TrainerState, steps: usize) -> Re
     let evaluations = Evaluations::logged(run, plan.quantize_from(steps))?;
     let patience = plan.settings.logging.early_stopping_patience;
     let stalled = patience.is_some_and(|patience| evaluations.have_stalled(patience));
-    // A run that was made shorter has no checkpoint of its new length.
+    // If the run was made shorter, its newest checkpoint still has the old length.
     let done = state.global_step == steps || stalled && state.max_steps == steps;
     let made = results.global_step == state.global_step;
     // Which step is exported is a setting that a resumed run may change.
@@ -206,10 +206,11 @@ pub(super) fn check_length(typed: &Layer, plan: &Plan, state: &TrainerState, ste
     // JSON writes 3.0 for 3 passes.
     let value = value.as_f64().map_or_else(|| value.to_string(), |number| number.to_string());
     let (wanted, done) = (format!("{} {value}", flag(key)), state.global_step);
-    if let Some(most) = plan.settings.optimizer.max_steps.filter(|_| key == EPOCHS && done == steps) {
+    let overridden = key == EPOCHS && (done == steps || typed.get("max_steps").is_none());
+    if let Some(most) = plan.settings.optimizer.max_steps.filter(|_| overridden) {
         return Err(CliError::Usage(format!(
-            "{wanted}: {} has made all its steps, because --max-steps {most} in its settings overrides \
-             --num-train-epochs; give --max-steps N, where N is larger than {most}",
+            "{wanted}: --max-steps {most} in the settings of {} overrides --num-train-epochs; give --max-steps N, where N is \
+             larger than {done}",
             run.display()
         )));
     }

@@ -147,10 +147,10 @@ fn last_settings(resumed: &Resumed) -> Layer {
     if !file.exists() {
         return saved;
     }
-    // Every run records its recipe, so that a file without one is none that a run has written.
-    let last = Layer::of_file(&file).and_then(|last| match last.get("recipe") {
+    // Every run records its seed, almost at the end of the file: without it, the file was cut, or no run has written it.
+    let last = Layer::of_file(&file).and_then(|last| match last.get("seed") {
         Some(_) => Ok(last),
-        None => Err(CliError::corrupt(&file, "it has no recipe")),
+        None => Err(CliError::corrupt(&file, "it has no seed")),
     });
     match last {
         Ok(last) => saved.with_free_of(last),
@@ -278,7 +278,6 @@ impl Job for Fit<'_> {
         match &resumed {
             None => folder::create(&ready.plan, &ready.inputs, restarts)?,
             Some(resumed) => {
-                folder::record_settings(&ready.plan)?;
                 let steps = ready.inputs.order(&ready.plan).steps;
                 history::resume(&ready.plan.output_dir, resumed.state.global_step, steps)?;
             }
