@@ -2,7 +2,7 @@
 //! within a stated bound where it does not. `fit` trains from the folders of other libraries.
 
 use crate::support::{
-    files::{ok, run, tiny_model},
+    files::{ok, refused, run, tiny_model},
     spec,
 };
 use backend_nvfp4::reference;
@@ -184,6 +184,17 @@ fn dense_formats_hold_the_values_that_compressed_tensors_decodes() {
         compared += 1;
     }
     assert!(compared == 14 && other_order > 0, "{compared} {other_order}");
+    // An infinite divisor would make zeros of all weights.
+    let divisor = file.tensor("model.layers.0.self_attn.q_proj.weight_global_scale").unwrap().data();
+    let at = divisor.as_ptr() as usize - bytes.as_ptr() as usize;
+    fs::remove_file(d.join("ct/manifest.json")).unwrap();
+    for damaged in [f32::INFINITY, f32::NEG_INFINITY] {
+        let mut bytes = bytes.clone();
+        bytes[at..at + 4].copy_from_slice(&damaged.to_le_bytes());
+        fs::write(d.join("ct/model.safetensors"), bytes).unwrap();
+        let said = refused(d, &["convert", "ct", "x.safetensors", "--dtype", "f32"], 6);
+        assert!(said.contains("q_proj") && said.contains("tensor scale") && said.contains("inf"), "{said}");
+    }
 }
 
 #[test]
