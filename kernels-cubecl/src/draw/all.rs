@@ -66,7 +66,7 @@ struct Row {
     temperature: f32,
 }
 
-/// The last id that is kept. Ids are ordered by the keys of their logits ([`key_of`]), and those with one key by themselves.
+/// The last id that is kept. Ids are ordered by the keys of their logits ([`key_of()`]), and those with one key by themselves.
 #[derive(CubeType)]
 struct Border {
     key: u32,

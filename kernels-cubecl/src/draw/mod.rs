@@ -9,7 +9,7 @@
 //! The source of the filters and of their order is Hugging Face (temperature, top-k, top-p, min-p). u has one random number below 1 for
 //! each id. The ratios w / e are a race of exponential clocks: an id is the first with the probability w / sum(w) (Efraimidis & Spirakis,
 //! "Weighted random sampling with a reservoir", 2006). So a draw among the ids that are kept needs neither an order nor a sum. A greedy
-//! row keeps one id. [`few`] draws from at most [`MOST`] ids, which [`mod@crate::likeliest`] has found, and [`all`] from any number.
+//! row keeps one id. `few.rs` draws from at most [`MOST`] ids, which [`mod@crate::likeliest`] has found, and `all.rs` from any number.
 
 mod all;
 mod few;
