@@ -484,17 +484,22 @@ fn slice(x: &mut SharedArray<f32>) -> &mut [f32] {
 }
 
 fn floats(x: NdArrayTensor) -> Vec<f32> {
-    array(x).iter().copied().collect()
+    values(&array(x))
 }
 
 fn words(x: NdArrayTensor) -> Vec<u32> {
     let NdArrayTensor::U32(storage) = x else { panic!("codes are U32") };
-    storage.into_shared().iter().copied().collect()
+    values(&storage.into_shared())
 }
 
 fn bytes(x: NdArrayTensor) -> Vec<u8> {
     let NdArrayTensor::U8(storage) = x else { panic!("scales are U8") };
-    storage.into_shared().iter().copied().collect()
+    values(&storage.into_shared())
+}
+
+/// The values of an array in row-major order. A slice is copied at once, and an iterator gives value by value.
+fn values<Value: Copy>(array: &SharedArray<Value>) -> Vec<Value> {
+    array.as_slice().map_or_else(|| array.iter().copied().collect(), <[Value]>::to_vec)
 }
 
 fn from_floats<const RANK: usize>(values: Vec<f32>, shape: [usize; RANK]) -> FloatTensor<NdArray> {

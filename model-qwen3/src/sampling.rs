@@ -2,7 +2,14 @@
 //! top-k, top-p and min-p, which `backend_nvfp4` computes. Also the log probabilities of tokens.
 
 use backend_nvfp4::{Draw, Penalty, reference};
+use rayon::{
+    iter::{IndexedParallelIterator, ParallelIterator},
+    slice::ParallelSlice,
+};
 use std::ops::RangeInclusive;
+
+/// Logits that one thread looks at.
+const PART: usize = 4096;
 
 /// How to choose a token.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -51,10 +58,21 @@ pub struct Logprobs {
 impl Logprobs {
     /// The logarithms for the token `chosen` and for the `count` most likely ones.
     pub fn of(logits: &[f32], chosen: u32, count: usize) -> Self {
-        let most = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
-        let sum: f64 = logits.iter().map(|x| f64::from(x - most).exp()).sum();
+        let most_of = |part: &[f32]| part.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+        let most = logits.par_chunks(PART).map(most_of).reduce(|| f32::NEG_INFINITY, f32::max);
+        let part_of = |(n, part): (usize, &[f32])| {
+            let sum: f64 = part.iter().map(|x| f64::from(x - most).exp()).sum();
+            let ids = reference::likeliest(part, count).into_iter().map(|id| id + (n * PART) as u32);
+            (sum, ids.collect::<Vec<u32>>())
+        };
+        let parts: Vec<_> = logits.par_chunks(PART).enumerate().map(part_of).collect();
+        let sum: f64 = parts.iter().map(|(sum, _)| sum).sum();
         let logprob = |id: u32| (f64::from(logits[id as usize] - most) - sum.ln()) as f32;
-        let top = reference::likeliest(logits, count).into_iter().map(|id| (id, logprob(id))).collect();
+        // The likeliest of all are among those of the parts.
+        let ids: Vec<u32> = parts.into_iter().flat_map(|(_, ids)| ids).collect();
+        let theirs: Vec<f32> = ids.iter().map(|id| logits[*id as usize]).collect();
+        let top = reference::likeliest(&theirs, count).into_iter().map(|n| ids[n as usize]);
+        let top = top.map(|id| (id, logprob(id))).collect();
         Self { chosen: logprob(chosen), top }
     }
 }
@@ -132,6 +150,19 @@ mod tests {
         assert_eq!([found.top[0].0, found.top[1].0], [1, 2]);
         assert_eq!(Logprobs::of(&logits, 2, 0).top, []);
         assert_eq!(Logprobs::of(&logits, 2, 9).top.len(), 3);
+    }
+
+    #[test]
+    fn logprobs_of_several_parts_are_those_of_one_vocabulary() {
+        let mut logits = vec![0.0f32; 3 * PART + 5];
+        for (id, logit) in [(PART - 1, 2.0), (PART, 2.0), (3 * PART + 4, 3.0)] {
+            logits[id] = logit;
+        }
+        let found = Logprobs::of(&logits, 0, 3);
+        let sum = (3 * PART + 2) as f64 + 2.0 * 2f64.exp() + 3f64.exp();
+        assert!((f64::from(found.chosen) + sum.ln()).abs() < 1e-6, "{found:?}");
+        let ids: Vec<_> = found.top.iter().map(|(id, _)| *id as usize).collect();
+        assert_eq!(ids, [3 * PART + 4, PART - 1, PART]);
     }
 
     #[test]

@@ -11,16 +11,14 @@ use crate::{
 };
 use cubecl::prelude::*;
 
-/// Units of a cube.
-const UNITS: usize = 256;
+/// Units of a cube: a pass waits for memory, so more units are faster where the device has room for their bins.
+const UNITS: [usize; 2] = [1024, 256];
 /// Bits that are found at a time.
 const BITS: u32 = 4;
 /// How often bits of a word are found.
 const ROUNDS: u32 = u32::BITS / BITS;
 /// Values that these bits have.
 const BINS: usize = 1 << BITS;
-/// Parts in which the weights of a bin are added.
-const PARTS: usize = UNITS / BINS;
 /// All bits of a word. CubeCL's `!` is not the complement of a word.
 const ONES: u32 = u32::MAX;
 
@@ -36,13 +34,14 @@ pub(super) fn draw<R: Runtime>(
     let cubes = CubeCount::Static((drawings.len() / WORDS) as u32, 1, 1);
     // Four ids share random words.
     let vector = vector_size(client, f32::as_type_native_unchecked().storage_type(), cols).min(4);
+    let units = units_of(client);
     // SAFETY: the caller has checked the lengths of `x` and `out`; a cube reads columns of its row, and writes its own words.
     unsafe {
         let numbers = ArrayArg::from_raw_parts(numbers, drawings.len());
         all_kernel::launch_unchecked(
             client,
             cubes,
-            CubeDim::new_1d(UNITS as u32),
+            CubeDim::new_1d(units as u32),
             vector,
             x,
             numbers,
@@ -50,8 +49,20 @@ pub(super) fn draw<R: Runtime>(
             rows as u32,
             (cols / vector) as u32,
             LOWEST,
+            units,
         );
     }
+}
+
+/// How many units draw a row on this device.
+fn units_of<R: Runtime>(client: &ComputeClient<R>) -> usize {
+    let hardware = &client.properties().hardware;
+    let fits = |units: usize| {
+        // A quarter of the memory is left for what reductions exchange.
+        let bytes = BINS * units * size_of::<f32>();
+        units <= hardware.max_units_per_cube as usize && bytes + bytes / 4 <= hardware.max_shared_memory_size
+    };
+    UNITS.into_iter().find(|units| fits(*units)).unwrap_or(UNITS[UNITS.len() - 1])
 }
 
 /// The row of a cube. Its units take turns with its vectors of logits.
@@ -78,8 +89,10 @@ struct Border {
 struct Shared {
     /// The weight that each unit has put into each bin.
     bins: SharedMemory<f32>,
-    /// Their sums, in parts.
+    /// Their sums, in as many parts as there are units.
     parts: SharedMemory<f32>,
+    /// The sum of each bin.
+    sums: SharedMemory<f32>,
 }
 
 /// What is known of a border that is looked for.
@@ -103,14 +116,16 @@ fn all_kernel<N: Size>(
     rows: u32,
     wide: u32,
     lowest: f32,
+    #[comptime] units: usize,
 ) {
     let drawing = drawing(numbers);
     let first = (drawing.row as usize) * (wide as usize);
     let (top, nan) = largest(x, first, wide, lowest);
     let row = Row { first, wide, top, temperature: drawing.temperature };
     let mut shared = Shared {
-        bins: SharedMemory::<f32>::new(comptime!(BINS * UNITS)),
-        parts: SharedMemory::<f32>::new(comptime!(UNITS)),
+        bins: SharedMemory::<f32>::new(comptime!(BINS * units)),
+        parts: SharedMemory::<f32>::new(units),
+        sums: SharedMemory::<f32>::new(BINS),
     };
 
     // All ids are kept at first.
@@ -152,7 +167,7 @@ fn largest<N: Size>(x: &Array<Vector<f32, N>>, first: usize, wide: u32, lowest: 
                 top = max(top, logit);
             }
         }
-        at += UNITS as u32;
+        at += CUBE_DIM;
     }
     cube_maxima(top, nan)
 }
@@ -183,7 +198,7 @@ fn mass<N: Size>(x: &Array<Vector<f32, N>>, row: &Row, border: &Border) -> f32 {
                 sum += weight(logits[lane], row.top, row.temperature);
             }
         }
-        at += UNITS as u32;
+        at += CUBE_DIM;
     }
     cube_sum(sum)
 }
@@ -242,7 +257,7 @@ fn next_bits<N: Size>(
 ) -> (u32, f32, f32) {
     #[unroll]
     for bin in 0..BINS {
-        shared.bins[comptime!(bin * UNITS) + UNIT_POS as usize] = 0.0f32;
+        shared.bins[bin * (CUBE_DIM as usize) + UNIT_POS as usize] = 0.0f32;
     }
     let mut at = UNIT_POS;
     while at < row.wide {
@@ -264,15 +279,13 @@ fn next_bits<N: Size>(
             }
             if is_here {
                 let bin = ((word >> shift) & comptime!(BINS as u32 - 1)) as usize;
-                shared.bins[bin * comptime!(UNITS) + UNIT_POS as usize] += weight_of(logits[lane], row, by_mass);
+                shared.bins[bin * (CUBE_DIM as usize) + UNIT_POS as usize] += weight_of(logits[lane], row, by_mass);
             }
         }
-        at += UNITS as u32;
+        at += CUBE_DIM;
     }
-    sync_cube();
-    add_parts(shared);
-    sync_cube();
-    last_bin(&shared.parts, found)
+    add_bins(shared);
+    last_bin(&shared.sums, found)
 }
 
 #[cube]
@@ -284,33 +297,47 @@ fn weight_of(logit: f32, row: &Row, #[comptime] by_mass: bool) -> f32 {
     own
 }
 
-/// Adds what the units have put into each bin, in parts.
+/// Adds what the units have put into each bin: first its parts, each by a unit, and then these.
 #[cube]
-fn add_parts(shared: &mut Shared) {
-    let first = (UNIT_POS as usize) * comptime!(UNITS / PARTS);
+fn add_bins(shared: &mut Shared) {
+    let parts = (CUBE_DIM as usize) / BINS;
+    let unit = UNIT_POS as usize;
+    sync_cube();
+    // Neighboring units read neighboring words.
+    let bin = unit * BINS / (CUBE_DIM as usize);
+    let mut at = bin * (CUBE_DIM as usize) + unit - bin * parts;
     let mut sum = 0.0f32;
-    for n in 0..comptime!(UNITS / PARTS) {
-        sum += shared.bins[first + n];
+    #[unroll]
+    for _ in 0..BINS {
+        sum += shared.bins[at];
+        at += parts;
     }
-    shared.parts[UNIT_POS as usize] = sum;
+    shared.parts[unit] = sum;
+    sync_cube();
+    if UNIT_POS < BINS as u32 {
+        let mut sum = 0.0f32;
+        for part in 0..parts {
+            sum += shared.parts[unit * parts + part];
+        }
+        shared.sums[unit] = sum;
+    }
+    sync_cube();
 }
 
 /// The bin of the last id that is kept, the weight of all ids in front of it, and the weight in it. Each unit finds the same.
 #[cube]
-fn last_bin(parts: &SharedMemory<f32>, found: &Found) -> (u32, f32, f32) {
+fn last_bin(sums: &SharedMemory<f32>, found: &Found) -> (u32, f32, f32) {
     let mut higher = found.above;
     let mut bin = 0u32;
     let mut above = found.above;
     let mut here = 0.0f32;
-    for n in 0..comptime!(BINS as u32) {
-        let now = comptime!(BINS as u32 - 1) - n;
-        let mut sum = 0.0f32;
-        for part in 0..comptime!(PARTS) {
-            sum += parts[(now as usize) * comptime!(PARTS) + part];
-        }
+    #[unroll]
+    for n in 0..BINS {
+        let now = comptime!(BINS - 1 - n);
+        let sum = sums[now];
         // The first bin that holds something is kept in any case.
         if sum > 0.0f32 && (higher < found.share || here == 0.0f32) {
-            bin = now;
+            bin = comptime!(now as u32).runtime();
             above = higher;
             here = sum;
         }
@@ -352,7 +379,7 @@ fn winner<N: Size>(x: &Array<Vector<f32, N>>, row: &Row, border: &Border, drawin
                 }
             }
         }
-        at += UNITS as u32;
+        at += CUBE_DIM;
     }
     let most = cube_max(best);
     // The smallest id with the largest ratio; ids are exact as f32.
