@@ -395,7 +395,7 @@ fn a_damped_finish_keeps_codes_to_the_export() {
     let said = refused(d, &["fit", "--resume-from-checkpoint", "r", "--max-steps", "30"], 2);
     let remedy =
         "resume a checkpoint of at most 8 steps, or start a new run from the weights: train-cli fit -m r/checkpoint-12";
-    assert!(said.contains("by --damped-finish it has fixed 1 block already") && said.contains(remedy), "{said}");
+    assert!(said.contains("by --damped-finish it has frozen 1 block already") && said.contains(remedy), "{said}");
     // In a shorter run, whose finish has begun before the checkpoint, the block freezes in the next step.
     ok(d, &["fit", "--resume-from-checkpoint", "r/checkpoint-6", "--max-steps", "8", "--save-steps", "1"]);
     assert!(matches!(at(7).stored(name), Some(Stored::Packed { .. })), "the block is not frozen");

@@ -26,8 +26,8 @@ pub struct ExportArgs {
     /// cannot be combined with --scales and --head
     #[arg(long, value_name = "FILE")]
     pub like: Option<PathBuf>,
-    /// Which scales NVFP4 weights have [default: those of the model, if its weights are NVFP4; otherwise those that the record of
-    /// its training names (trained.json, or trainer_state.json in a checkpoint); `two` if there is no record]
+    /// Which scales NVFP4 weights have [default: those of the model, if its weights are NVFP4; otherwise those that are
+    /// given in the record of its training (trained.json, or trainer_state.json in a checkpoint); `two` if there is no record]
     #[arg(long, conflicts_with = "like", value_parser = parser::<Scaling>())]
     pub scales: Option<Scaling>,
     /// How the output head is stored [default: NVFP4 if the file with which training began has an NVFP4 head. Otherwise f16 for a
@@ -91,7 +91,7 @@ pub struct ExportHfArgs {
     pub calibration_data: Vec<PathBuf>,
     /// Sequences that the model reads.
     #[arg(long, value_name = "N", help = format!(
-        "Number of sequences of --calibration-data that the model reads, from the beginning of the files. A row of more than \
+        "Despite its name: the number of sequences of --calibration-data that the model reads, from the beginning of the files. A row of more than \
          {MAX_SEQ_LENGTH} tokens is cut into several sequences [default: {CALIBRATION_ROWS}]"
     ))]
     pub calibration_rows: Option<std::num::NonZeroUsize>,
@@ -155,8 +155,8 @@ pub struct ConvertArgs {
     pub dtype: WeightArg,
     /// Which scales NVFP4 weights have.
     #[arg(long, value_parser = parser::<Scaling>(), help = format!(
-        "Which scales NVFP4 weights have [default: those of the input, if its weights are NVFP4; otherwise those that the record \
-         of its training (trained.json) names; `{SCALING_NAME}` if there is no record]"
+        "Which scales NVFP4 weights have [default: those of the input, if its weights are NVFP4; otherwise those that are given in \
+         the record of its training (trained.json); `{SCALING_NAME}` if there is no record]"
     ))]
     pub scales: Option<Scaling>,
     /// With --dtype nvfp4, in .dat and .safetensors files: how the output head is stored [default: NVFP4 for a separate

@@ -173,8 +173,8 @@ pub struct BenchArgs {
     /// bench kernels: measure only kernels whose name in the output contains this text
     #[arg(long, value_name = "TEXT", default_value = "")]
     pub filter: String,
-    /// bench decode and prefill: the config.json with the sizes of the model to measure, whose weights are random [default: the
-    /// sizes of Qwen3-4B]
+    /// bench decode and prefill: the sizes of the model to measure, whose weights are random (a model's config.json, not a file of
+    /// settings) [default: the sizes of Qwen3-4B]
     #[arg(long, value_name = "FILE")]
     pub config: Option<PathBuf>,
     /// Tokens in front of what is measured.

@@ -179,7 +179,7 @@ pub struct SamplingArgs {
     pub temperature: Option<f32>,
     /// The probability of the tokens that are kept.
     #[arg(long, value_name = "P", alias = "topp", help = of_card(
-        "Sample from the most likely tokens whose probabilities sum to this (nucleus)",
+        "Sample only from the most likely tokens: as many as are needed for their probabilities to add up to this value (nucleus sampling)",
         |s| s.top_p,
     ))]
     pub top_p: Option<f32>,

@@ -276,7 +276,7 @@ fn check_new_length(plan: &Plan, inputs: &Inputs, resumed: &Resumed, steps: usiz
             first => format!("resume a checkpoint of at most {}, or ", report::count(first, "step")),
         };
         return Err(CliError::Usage(format!(
-            "the run would have {steps} steps instead of {before}, but by --damped-finish it has fixed {} already, which cannot \
+            "the run would have {steps} steps instead of {before}, but by --damped-finish it has frozen {} already, which cannot \
              learn again; {older}start a new run from the weights: train-cli fit -m {}",
             report::count(frozen(before, done - 1), "block"),
             report::quoted(&resumed.folder.display().to_string())

@@ -299,11 +299,11 @@ pub enum LossOn {
 pub enum Overlong {
     /// Refuse to start the run
     Error,
-    /// Leave the row out, and report how many were left out
+    /// Leave such rows out, and report how many
     Drop,
-    /// Cut off the end of the row, and report how many were cut
+    /// Cut off the end of such rows, and report how many were cut
     Truncate,
-    /// Cut the row into several sequences that do not attend to each other
+    /// Cut such rows into several sequences that do not attend to each other
     Split,
 }
 
@@ -336,9 +336,9 @@ pub enum Decay {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
 #[serde(rename_all = "kebab-case")]
 pub enum Recompute {
-    /// As few blocks as possible. The program predicts the memory of the run with the activations of all blocks, and adds a tenth
-    /// of this total as a reserve. If the sum fits into --memory-limit and into the free memory, no block runs twice. (Where the
-    /// device uses the memory of the host, it must fit into half of the free memory.)
+    /// As few blocks as possible: the run keeps the activations of as many blocks as there is room for. The predicted memory of the
+    /// run, with these activations and a tenth of the total as a reserve, must fit into --memory-limit and into the free memory (into
+    /// half of it where the device uses the memory of the host). The other blocks run twice
     Auto,
     /// Every block: this needs the least memory
     Always,
@@ -378,8 +378,8 @@ pub enum HeadFormat {
     /// In NVFP4. If the head is tied (the embedding is the head), the file has the embedding in f16 and an NVFP4 copy of it as
     /// head, which makes answers faster
     Nvfp4,
-    /// In bf16, if the file with which training began (for convert: the input) has a separate matrix for the head, or an NVFP4
-    /// copy of the embedding. If it has neither, the head is the embedding itself, which is stored once, in f16
+    /// In bf16, if the head has weights of its own: if the file with which training began (for convert: the input) has a separate
+    /// head, or an NVFP4 copy of the embedding as head. Otherwise the head is the embedding itself, which is stored once, in f16
     Bf16,
 }
 

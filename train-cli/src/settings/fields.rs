@@ -120,8 +120,8 @@ pub struct DataSettings {
     pub eval_data: Option<PathBuf>,
     /// Share of the training rows that are held out.
     #[arg(long, value_name = "SHARE", alias = "val-size", alias = "val-set-size", help = format!(
-        "Share of the training rows held out for evaluation, at most {MOST_EVALUATED} rows, or fewer if these make more than \
-         {MOST_EVALUATED} sequences"
+        "Share of the training rows held out for evaluation: at least 1 row, and at most {MOST_EVALUATED} rows. After the first row, \
+         rows are held out only as long as all of them together make at most {MOST_EVALUATED} sequences"
     ))]
     pub val_split: f64,
     /// Format of the data files
@@ -193,8 +193,8 @@ pub struct RecipeSettings {
     /// Share of the run that trains without quantization before the recipe starts
     #[arg(long, value_name = "SHARE", alias = "quantise-from")]
     pub quantize_from: f64,
-    /// Damped finish: during this last share of the run, fix the blocks (transformer layers) one after another at their
-    /// NVFP4 values. A fixed block no longer learns; the others go on learning
+    /// Damped finish: during this last share of the run, freeze the blocks (transformer layers) one after another at
+    /// their NVFP4 values. A frozen block no longer learns; the others continue to learn
     #[arg(long, value_name = "SHARE")]
     pub damped_finish: f64,
     /// Which scales NVFP4 weights have
@@ -369,10 +369,10 @@ pub struct SavingSettings {
         "Number of steps between checkpoints; 0 saves only the last step. The signal SIGUSR1 asks for a checkpoint after \
          the current step",
         &format!(
-            ". With this default, a checkpoint is left out in two cases: the previous one is still being written, or training \
-             would then have waited for checkpoints for more than {:.0} % of the time since it began or was resumed. The \
-             program assumes that the next checkpoint takes as long as the previous one. The first checkpoint and the one after \
-             the last step are always written",
+            ". With this default, a checkpoint is left out in two cases: the previous one is still being written, or with this \
+             checkpoint, training would have spent more than {:.0} % of its time waiting for checkpoints. This time is counted from \
+             the step at which training began or was resumed, and the program assumes that the next checkpoint takes as long as \
+             the previous one. The first checkpoint and the one after the last step are always written",
             100.0 * SAVING_SHARE
         ),
     ))]
