@@ -233,6 +233,7 @@ fn a_byte_order_mark_is_no_part_of_a_conversation() {
     lively_model(d);
     let nothing = "0 messages, 0 of 2048 tokens";
     let stderr = said(d, "\u{feff}/stats\n", &["--max-tokens", "2"], 0);
+    assert!(stderr.contains("sampling  temperature 0 by flag; repetition-penalty 1 by default"), "{stderr}");
     assert!(stderr.contains(nothing), "{stderr}");
     let input = std::fs::File::open(d.join("script.txt")).unwrap();
     let out = command(d, &[&CHAT[..], &["--max-tokens", "2"]].concat()).stdin(input).output().unwrap();

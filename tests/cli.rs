@@ -66,6 +66,25 @@ fn cases() -> Vec<Case> {
         (words("fit -d m/demo.tsv"), 2, "no model"),
         (words("generate -m m -p hi --device cpu --top-p 3"), 2, "--top-p 3: the value must be between 0 and 1"),
         (words("generate -m m -p hi --device gpu"), 2, "auto, cpu, cuda"),
+        (
+            words("generate -m m -p hi --device cpu --temperature -1"),
+            2,
+            "--temperature -1: the value must be between 0",
+        ),
+        (
+            fit(&["-d", "m/demo.tsv", "--learning-rate", "-1"]),
+            2,
+            "--learning-rate -1: the value must be between 0 and 1",
+        ),
+        // What a flag needs is not missed because another one excludes it.
+        (words("parity -m m --recipe w4 -p hi --dump x.safetensors"), 2, "'--dump <FILE>'"),
+        (words("parity -m m --expected m/model.safetensors --raw"), 2, "'--raw'"),
+        (words("eval needle -m m --lengths 64 --write-rows r.jsonl --json"), 2, "--write-rows asks none"),
+        (
+            words("export-dat -m m --output-dat taken.dat"),
+            2,
+            "taken.dat: the file exists; choose another name, or give --overw",
+        ),
         // Data.
         (fit(&["-d", "none.tsv"]), 2, "none.tsv: no such file"),
         (fit(&["-d", "no-tab.tsv"]), 3, "no-tab.tsv:4: no tab"),
@@ -146,6 +165,7 @@ fn words(line: &str) -> Vec<String> {
 
 fn write_bad_inputs(d: &Path) {
     let write = |name: &str, text: &str| std::fs::write(d.join(name), text).unwrap();
+    write("taken.dat", "notes");
     write("no-tab.tsv", "# comment\nhello\tworld\n\nno tab here\n");
     write("empty-target.tsv", "a\t \n");
     write("empty.tsv", "\n# nothing\n");

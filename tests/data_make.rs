@@ -138,7 +138,7 @@ fn a_recipe_or_a_file_that_cannot_be_is_refused() {
         ("lines.toml", "x.tsv", "lines.toml: header \"# a\\nb\": a .tsv file can begin with"),
         ("header.toml", "x.tsv", "the first row would be read as a header; add header = \"prompt\\ttarget\", or write"),
         ("recipe.toml", "x.txt", "--output x.txt: the name must end in .tsv or .jsonl"),
-        ("recipe.toml", "there.tsv", "there.tsv exists already; give another --output, or --overwrite"),
+        ("recipe.toml", "there.tsv", "--output there.tsv: the file exists; choose another name, or give --overwrite"),
         ("recipe.toml", "nowhere/x.tsv", "there is no folder nowhere"),
     ] {
         let out = run(d, &["data", "make", recipe, "-o", output]);

@@ -111,7 +111,7 @@ fn rate_zero_then_export_like_is_the_identity() {
         for flags in [&[][..], &["--scales", scales]] {
             let run = fit_at_rate_zero(&folder, flags);
             let like = ["--output-dat", "out.dat", "--like", "model.dat", "--device", "cpu"];
-            ok(&folder, &[&["export-dat", "--checkpoint", "run/checkpoint-2"][..], &like].concat());
+            ok(&folder, &[&["export-dat", "--overwrite", "--checkpoint", "run/checkpoint-2"][..], &like].concat());
             let original = std::fs::read(folder.join("model.dat")).unwrap();
             assert!(original == std::fs::read(folder.join("out.dat")).unwrap(), "tied {tied}, {scales}: bytes differ");
             let exported = std::fs::read(folder.join("run/final/model.dat")).unwrap();
@@ -200,7 +200,8 @@ fn training_a_single_level_file_exports_two_levels() {
     for (flags, expected) in [(&[][..], Scaling::Two), (&["--scales", "single"], Scaling::Single)] {
         fit_at_rate_zero(folder, flags);
         assert_eq!(levels("run/final/model.dat"), expected, "{flags:?}");
-        ok(folder, &["export-dat", "--checkpoint", "run/checkpoint-2", "--output-dat", "out.dat", "--device", "cpu"]);
+        let export = ["export-dat", "--checkpoint", "run/checkpoint-2", "--output-dat", "out.dat", "--device", "cpu"];
+        ok(folder, &[&export[..], &["--overwrite"]].concat());
         assert_eq!(levels("out.dat"), expected, "{flags:?}");
     }
 }

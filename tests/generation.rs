@@ -79,6 +79,10 @@ fn a_raw_prompt_is_the_text_itself_and_a_plain_one_is_rendered_by_the_template()
     let raw = greedy(d, "hi", &["--raw"]);
     assert_eq!(raw.1, demo_tokenizer().encode("hi").unwrap().len() as u64);
     assert_ne!(raw.0, greedy(d, "hi", &[]).0);
+    // A prompt may begin like a flag.
+    for prompt in ["- hi", "-5", "--no-flag at_all"] {
+        assert_eq!(greedy(d, prompt, &["--raw"]).1, demo_tokenizer().encode(prompt).unwrap().len() as u64, "{prompt}");
+    }
 }
 
 #[test]

@@ -159,7 +159,7 @@ fn kill_writers(times: usize, seed: u64) {
     ok(d, &words.split(' ').collect::<Vec<_>>());
     let mut random = Random::new(seed);
     for words in [
-        "export-dat --checkpoint r/checkpoint-2 --output-dat out/x.dat --device cpu",
+        "export-dat --checkpoint r/checkpoint-2 --output-dat out/x.dat --device cpu --overwrite",
         "convert m/model.safetensors out/x.dat --to dat --dtype nvfp4 --overwrite",
     ] {
         let words: Vec<&str> = words.split(' ').collect();

@@ -82,6 +82,14 @@ pub enum ModelError {
         /// What is wrong, with up to ten names.
         reason: String,
     },
+    /// The number format of an output cannot hold what a file holds.
+    #[error("{}: {reason}", path.display())]
+    Format {
+        /// The file with the values.
+        path: PathBuf,
+        /// What cannot be held, and what to do.
+        reason: String,
+    },
     /// The operating system gave no thread.
     #[error(
         "the system gives no thread for the {what}: {source}; it is out of memory, or of threads (ulimit -v, ulimit -u)"

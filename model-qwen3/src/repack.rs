@@ -137,7 +137,8 @@ impl Tensors for Repacked<'_> {
         let values = self.source_values(self.origin(name), rows)?;
         let rounded = float.decode(&float.encode(&values));
         if let Some(at) = rounded.iter().position(|v| !v.is_finite()) {
-            return Err(self.bad(format!("{name:?}: {} does not fit {}; use bf16 or f32", values[at], float.name())));
+            let reason = format!("{name:?}: {} does not fit {}; use bf16 or f32", values[at], float.name());
+            return Err(ModelError::Format { path: self.path().to_owned(), reason });
         }
         Ok(rounded)
     }

@@ -211,7 +211,7 @@ impl CliError {
                 ModelError::Io { .. } => 1,
                 ModelError::Memory { .. } | ModelError::Thread { .. } | ModelError::GivenUp { .. } => 4,
                 ModelError::Missing { .. } | ModelError::Config { .. } | ModelError::TooLarge { .. } => 2,
-                ModelError::Folder { .. } | ModelError::CacheWidth { .. } => 2,
+                ModelError::Folder { .. } | ModelError::Format { .. } | ModelError::CacheWidth { .. } => 2,
                 ModelError::Parse { .. } | ModelError::Template(_) | ModelError::Tokenizer(_) => 2,
                 ModelError::Device(_) | ModelError::Nvfp4 { source: Nvfp4Error::Device(_), .. } => 7,
                 ModelError::Dat { .. } | ModelError::Weights { .. } | ModelError::Nvfp4 { .. } => 6,

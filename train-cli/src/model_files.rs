@@ -101,7 +101,7 @@ impl ModelFiles {
         if self.is_gguf() {
             let file = report::quoted(&self.weights.display().to_string());
             let flags = GgufFile::open(&self.weights)?.flags_of_convert();
-            let text = format!("train-cli convert {file} NEW-FOLDER/model.safetensors {flags}");
+            let text = format!("mkdir NEW-FOLDER && train-cli convert {file} NEW-FOLDER/model.safetensors {flags}");
             return Err(CliError::Usage(format!("{file}: a GGUF file is converted first: {text}")));
         }
         Ok(self)

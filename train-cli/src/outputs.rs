@@ -13,6 +13,18 @@ pub fn is_taken(path: &Path) -> bool {
     path.symlink_metadata().is_ok()
 }
 
+/// Refuses a file that is there already, unless `overwrite` allows to replace it. `flag` names it in the error.
+///
+/// # Errors
+/// If it must not be replaced.
+pub fn check_free(flag: &str, output: &Path, overwrite: bool) -> Result<(), CliError> {
+    if is_taken(output) && !overwrite {
+        let text = "the file exists; choose another name, or give --overwrite";
+        return Err(CliError::Usage(format!("{flag} {}: {text}", output.display())));
+    }
+    Ok(())
+}
+
 /// Refuses an output that is an input, or that could not be written after hours of work. `flag` names it in the error.
 ///
 /// # Errors

@@ -202,7 +202,7 @@ impl<'a> File<'a> {
                     "{source:?} has shape {shape:?}: its K = {cols} is not a multiple of {values}, as blocks of this number \
                      format in GGUF files need; use --dtype bf16"
                 );
-                return Err(ModelError::weights(self.source.path(), reason));
+                return Err(ModelError::Format { path: self.source.path().to_owned(), reason });
             }
             let (scale, input) = (names::scale_in_gguf(&name), names::input_scale_in_gguf(&name));
             let beside = |name, kind| Entry { name, source: source.clone(), shape: vec![1], kind };

@@ -34,6 +34,9 @@ pub struct ExportArgs {
     /// separate head; a tied head (one that is the embedding) is not stored a second time]
     #[arg(long, conflicts_with = "like")]
     pub head: Option<HeadFormat>,
+    /// Replace an older file
+    #[arg(long)]
+    pub overwrite: bool,
     /// Device that checks the written file: auto, cpu, cuda, cuda:N or vulkan
     #[arg(long, default_value_t)]
     pub device: DeviceChoice,

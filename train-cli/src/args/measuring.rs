@@ -111,10 +111,11 @@ pub struct ParityArgs {
     #[arg(hide_possible_values = true)]
     pub against_recipe: Option<Recipe>,
     /// Prompt on which two models are compared
-    #[arg(short, long, value_name = "TEXT", conflicts_with = "expected")]
+    #[arg(short, long, value_name = "TEXT", allow_hyphen_values = true, conflicts_with = "expected")]
     pub prompt: Option<String>,
     /// Use the prompt unchanged, without the chat template
-    #[arg(long, requires = "prompt")]
+    // A flag that is required is not missed where it conflicts with another one, so both are said.
+    #[arg(long, requires = "prompt", conflicts_with = "expected")]
     pub raw: bool,
     /// Folder that holds tokenizer and chat template, and config.json too if there is none beside a model [default: each model's
     /// folder]
@@ -125,7 +126,7 @@ pub struct ParityArgs {
     pub tolerance: Option<f64>,
     /// Write the values that train-cli computed to this safetensors file; its tensors have the same names as those of
     /// the file for --expected
-    #[arg(long, value_name = "FILE", requires = "expected")]
+    #[arg(long, value_name = "FILE", requires = "expected", conflicts_with_all = ["against", "recipe", "against_recipe", "prompt"])]
     pub dump: Option<PathBuf>,
     /// Print one JSON object per line
     #[arg(long)]

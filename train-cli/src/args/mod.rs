@@ -104,7 +104,8 @@ pub enum Command {
 /// Accepts flags that are typed with `_` for `-`: `--learning_rate` is `--learning-rate`.
 pub fn with_dashes(args: impl Iterator<Item = OsString>) -> impl Iterator<Item = OsString> {
     args.map(|arg| match arg.to_str() {
-        Some(text) if text.starts_with("--") => {
+        // A prompt may begin like a flag.
+        Some(text) if text.starts_with("--") && !text.contains(char::is_whitespace) => {
             let (flag, value) = text.split_once('=').map_or((text, None), |(f, v)| (f, Some(v)));
             let flag = flag.replace('_', "-");
             value.map_or(flag.clone(), |v| format!("{flag}={v}")).into()

@@ -13,7 +13,7 @@ pub struct GenerateArgs {
     #[command(flatten)]
     pub model: ModelArgs,
     /// Prompt to answer; `-` reads it from standard input
-    #[arg(short, long, required_unless_present = "prompts", conflicts_with = "prompts")]
+    #[arg(short, long, allow_hyphen_values = true, required_unless_present = "prompts", conflicts_with = "prompts")]
     pub prompt: Option<String>,
     /// Answer every prompt of a file: of a .jsonl file with a `prompt` or `messages` in each row, or of a text file with a
     /// prompt in each line. Answers are printed in the file's order, each as one JSON object
@@ -23,7 +23,7 @@ pub struct GenerateArgs {
     #[arg(long, value_name = "N", default_value_t = 8)]
     pub batch_size: usize,
     /// System message
-    #[arg(long, alias = "system")]
+    #[arg(long, alias = "system", allow_hyphen_values = true)]
     pub system_prompt: Option<String>,
     /// Use the prompt unchanged, without the chat template
     #[arg(long, conflicts_with_all = ["system_prompt", "thinking"])]
@@ -67,7 +67,7 @@ pub struct ChatArgs {
     #[command(flatten)]
     pub model: ModelArgs,
     /// System message
-    #[arg(long, alias = "system")]
+    #[arg(long, alias = "system", allow_hyphen_values = true)]
     pub system_prompt: Option<String>,
     /// Turn thinking before the answer on or off, for models that can think [default: as the model was trained, else the chat template's choice]
     #[arg(long, num_args = 0..=1, default_missing_value = "true", value_name = "BOOL")]
@@ -172,33 +172,33 @@ fn or_neutral(what: &str, value: impl Fn(Sampling) -> f32) -> String {
 #[command(next_help_heading = "Sampling")]
 pub struct SamplingArgs {
     /// Maximum number of tokens in an answer
-    #[arg(long, value_name = "N", alias = "max-new-tokens", default_value_t = 256)]
+    #[arg(long, value_name = "N", alias = "max-new-tokens", allow_negative_numbers = true, default_value_t = 256)]
     pub max_tokens: usize,
     /// Divides the logits.
-    #[arg(long, alias = "temp", help = of_card("Sampling temperature; 0 always takes the most likely token", |s| s.temperature))]
+    #[arg(long, alias = "temp", allow_negative_numbers = true, help = of_card("Sampling temperature; 0 always takes the most likely token", |s| s.temperature))]
     pub temperature: Option<f32>,
     /// The probability of the tokens that are kept.
-    #[arg(long, value_name = "P", alias = "topp", help = of_card(
+    #[arg(long, value_name = "P", alias = "topp", allow_negative_numbers = true, help = of_card(
         "Sample only from the most likely tokens: as many as are needed for their probabilities to add up to this value (nucleus sampling)",
         |s| s.top_p,
     ))]
     pub top_p: Option<f32>,
     /// The number of the tokens that are kept.
-    #[arg(long, value_name = "N", help = of_card("Number of most likely tokens to sample from; 0 takes all", |s| s.top_k as f32))]
+    #[arg(long, value_name = "N", allow_negative_numbers = true, help = of_card("Number of most likely tokens to sample from; 0 takes all", |s| s.top_k as f32))]
     pub top_k: Option<usize>,
     /// The least probability of the tokens that are kept.
-    #[arg(long, value_name = "P", help = or_neutral("Minimum probability, relative to the most likely token (min-p)", |s| s.min_p))]
+    #[arg(long, value_name = "P", allow_negative_numbers = true, help = or_neutral("Minimum probability, relative to the most likely token (min-p)", |s| s.min_p))]
     pub min_p: Option<f32>,
     /// The penalty on tokens that already occurred.
-    #[arg(long, value_name = "FACTOR", help = or_neutral(
+    #[arg(long, value_name = "FACTOR", allow_negative_numbers = true, help = or_neutral(
         "Penalty on tokens that already occurred; 1 turns it off",
         |s| s.repetition_penalty,
     ))]
     pub repetition_penalty: Option<f32>,
     /// End the answer before this text; may be given several times
-    #[arg(long, value_name = "TEXT")]
+    #[arg(long, value_name = "TEXT", allow_hyphen_values = true)]
     pub stop: Vec<String>,
     /// Random seed for sampling
-    #[arg(long, value_name = "N", default_value_t = 42)]
+    #[arg(long, value_name = "N", allow_negative_numbers = true, default_value_t = 42)]
     pub seed: u64,
 }

@@ -57,7 +57,8 @@ impl Job for Chat {
             is_typed: source.is_terminal(),
             last: None,
         };
-        answer::say_defaults(&loaded.text, talk.dialog.thinking);
+        let sampling = flags::options(&talk.sampling, &loaded.text, talk.dialog.thinking).sampling;
+        answer::say_sampling(&sampling, &loaded.text, talk.dialog.thinking);
         report::label("context", format!("{context} tokens"));
         if source.is_terminal() {
             report::line("/help shows the commands; Ctrl-D ends.");

@@ -6,7 +6,7 @@ use crate::{
     args::{ContainerArg, ConvertArgs, WeightArg},
     durable,
     model_files::{Companions, ModelFiles, TextFiles, untie},
-    outputs::{check_output, is_taken},
+    outputs::{check_free, check_output},
     progress::{self, Writing},
     report,
     run::{
@@ -51,10 +51,7 @@ pub fn run(args: &ConvertArgs) -> Result<(), CliError> {
     let mut inputs = files.weight_files();
     inputs.push(source.tensors().path().to_owned());
     check_output("OUTPUT", &args.output, &inputs)?;
-    if is_taken(&args.output) && !args.overwrite {
-        let text = "the file exists; choose another name, or give --overwrite";
-        return Err(CliError::Usage(format!("{}: {text}", args.output.display())));
-    }
+    check_free("OUTPUT", &args.output, args.overwrite)?;
     let container = container(args)?;
     if checkpoint::state_beside(&files.folder)?.is_some() && args.dtype == WeightArg::Nvfp4 {
         let text = "is a checkpoint, whose recipe decides how its weights are quantized; write a .dat file by export-dat, and \

@@ -8,7 +8,7 @@ use crate::{
         make::{Balance, Counted, MadeRow, RowRecipe},
     },
     durable,
-    outputs::{check_output, is_taken},
+    outputs::{check_free, check_output},
     report,
 };
 use model_qwen3::file;
@@ -29,10 +29,7 @@ pub(super) fn run(args: &MakeArgs) -> Result<(), CliError> {
     let recipe = RowRecipe::parse(&text).map_err(wrong)?;
     let written = Written::of(&args.output)?;
     check_output("--output", &args.output, std::slice::from_ref(&args.recipe))?;
-    if is_taken(&args.output) && !args.overwrite {
-        let text = "exists already; give another --output, or --overwrite";
-        return Err(CliError::Usage(format!("{} {text}", args.output.display())));
-    }
+    check_free("--output", &args.output, args.overwrite)?;
     let seed = args.seed.unwrap_or(recipe.seed);
     let (rows, balance) = recipe.rows(seed, args.count).map_err(wrong)?;
     let text = written.text(&rows, recipe.header.as_deref()).map_err(wrong)?;

@@ -8,7 +8,7 @@ use crate::{
     device,
     durable::{self, FileRecord, PendingFolder},
     model_files::{Companions, TextFiles},
-    outputs::{check_dat_name, check_output},
+    outputs::{check_dat_name, check_free, check_output},
     progress::{self, Writing},
     report,
     run::{
@@ -54,6 +54,7 @@ pub fn run(args: ExportArgs) -> Result<(), CliError> {
     inputs.extend(args.like.clone());
     check_output("--output-dat", &args.output_dat, &inputs)?;
     check_dat_name("--output-dat", &args.output_dat)?;
+    check_free("--output-dat", &args.output_dat, args.overwrite)?;
     let StoredModel { config, text, weights: source, trained, .. } = &stored;
     if trained.as_ref().is_some_and(|trained| !trained.recipe.packs_weights()) {
         report::line("note: the run used recipe bf16; this export quantizes its weights for the first time");

@@ -43,6 +43,9 @@ pub(super) fn run(args: NeedleArgs) -> Result<(), CliError> {
         )));
     }
     match &args.write_rows {
+        Some(_) if args.json => {
+            Err(CliError::Usage("--json says what a model found, and --write-rows asks none; leave one out".into()))
+        }
         Some(path) => write_rows(&args, path),
         None => {
             let (device, precision) = (args.model.device, args.model.compute_dtype);

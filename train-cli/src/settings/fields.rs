@@ -456,7 +456,7 @@ pub struct LoggingSettings {
     #[arg(long)]
     pub report_to: ReportTo,
     /// Prompt to answer at each evaluation; give the flag once for each prompt [default: the first rows of the data]
-    #[arg(long, value_name = "TEXT", alias = "prompt")]
+    #[arg(long, value_name = "TEXT", alias = "prompt", allow_hyphen_values = true)]
     pub sample_prompt: Vec<String>,
     /// Write the memory in use in each phase of each step to this JSON file; this makes steps slower
     #[arg(long, value_name = "FILE", alias = "train-step-vram-report")]

@@ -146,9 +146,12 @@ static DEFAULTS: LazyLock<Vec<(String, String)>> = LazyLock::new(|| {
     Settings::default().table().into_iter().map(|(key, value)| (key, text(value))).collect()
 });
 
-/// Adds the flags of all settings to a command, with the defaults of [`Settings`] in the help.
+/// Adds the flags of all settings to a command, with the defaults of [`Settings`] in the help. A negative number is a value, which
+/// the range of the setting refuses, and no unknown flag.
 pub(crate) fn with_flags(command: Command) -> Command {
     <Settings as clap::Args>::augment_args(command).mut_args(|arg| {
+        let takes_values = arg.get_action().takes_values();
+        let arg = arg.allow_negative_numbers(takes_values);
         match DEFAULTS.iter().find(|(key, _)| key == arg.get_id().as_str()) {
             Some((_, default)) if default.is_empty() => arg.required(false),
             Some((_, default)) => arg.required(false).default_value(default.as_str()),
