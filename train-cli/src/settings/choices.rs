@@ -378,8 +378,8 @@ pub enum HeadFormat {
     /// In NVFP4. If the head is tied (the embedding is the head), the file has the embedding in f16 and an NVFP4 copy of it as
     /// head, which makes answers faster
     Nvfp4,
-    /// In bf16, if the head has weights of its own: if the file with which training began (for convert: the input) has a separate
-    /// head, or an NVFP4 copy of the embedding as head. Otherwise the head is the embedding itself, which is stored once, in f16
+    /// In bf16, if the head has weights of its own. It has them if the file with which training began (for convert: the input)
+    /// contains a separate head, or an NVFP4 copy of the embedding as head. Otherwise the head is the embedding itself, which is stored once, in f16
     Bf16,
 }
 

@@ -120,7 +120,7 @@ pub struct DataSettings {
     pub eval_data: Option<PathBuf>,
     /// Share of the training rows that are held out.
     #[arg(long, value_name = "SHARE", alias = "val-size", alias = "val-set-size", help = format!(
-        "Share of the training rows held out for evaluation: at least 1 row, and at most {MOST_EVALUATED} rows. After the first row, \
+        "Share of the training rows held out for evaluation: at least 1 row (none of fewer than 10), and at most {MOST_EVALUATED} rows. After the first row, \
          rows are held out only as long as all of them together make at most {MOST_EVALUATED} sequences"
     ))]
     pub val_split: f64,
