@@ -2,6 +2,10 @@
 //! as it was trained, whatever names it, because its training is recorded; a checkpoint answers as its export does.
 
 use crate::support::files::{demo_file, ok, run, tiny_model_with_spread};
+use model_qwen3::{
+    container::Container,
+    tensors::{Stored, Tensors},
+};
 use serde_json::Value;
 use std::{fs, path::Path};
 
@@ -98,6 +102,40 @@ fn every_command_takes_every_form_of_a_model() {
     }
 }
 
+/// A copy in floats gets the codes again that training gave to the weights, whatever shares its scales.
+#[test]
+fn a_dense_copy_is_quantized_as_its_training_did() {
+    let dir = tempfile::tempdir().unwrap();
+    let d = dir.path();
+    tiny_model_with_spread(&d.join("m"), true, 0.3);
+    for flags in [
+        &["--recipe", "nvfp4", "--bf16-last-blocks", "0"][..],
+        &["--recipe", "nvfp4", "--bf16-last-blocks", "0", "--nvfp4-without", "square-blocks"],
+        &["--recipe", "w4", "--share-scales"],
+    ] {
+        fit(d, &[&["-o", "r", "--overwrite"], flags].concat());
+        fs::create_dir_all(d.join("dense")).unwrap();
+        ok(d, &["convert", "r", "dense/m.dat", "--dtype", "f32", "--overwrite"]);
+        ok(d, &["convert", "dense/m.dat", "x.dat", "--dtype", "nvfp4", "--overwrite"]);
+        ok(d, &["export-dat", "-m", "dense/m.dat", "--output-dat", "y.dat", "--overwrite", "--device", "cpu"]);
+        let packed = |path: &str| {
+            let file = Container::open(&d.join(path)).unwrap();
+            let names = file.names().into_iter();
+            let packed = names.filter(|name| matches!(file.stored(name), Some(Stored::Packed { .. })));
+            packed.map(|name| (file.read_packed(&name).unwrap(), name)).collect::<Vec<_>>()
+        };
+        let trained = packed("r/final/model.dat");
+        assert!(!trained.is_empty());
+        for copy in ["x.dat", "y.dat"] {
+            let copied = packed(copy);
+            assert_eq!(copied.len(), trained.len(), "{flags:?} {copy}");
+            for ((a, name), (b, _)) in trained.iter().zip(&copied) {
+                assert!(a.codes == b.codes && a.scales == b.scales, "{flags:?} {copy}: {name}");
+            }
+        }
+    }
+}
+
 /// Masters are quantized while they are read, exactly as the export quantizes them: tokens and logarithms are equal in bits.
 #[test]
 fn a_checkpoint_answers_as_its_export() {
@@ -154,7 +192,8 @@ fn what_a_model_was_trained_for_goes_with_it() {
         let said = String::from_utf8_lossy(&out.stderr);
         assert!(out.status.success() && said.contains(others), "{file}: {said}");
         let two = json(&d.join(format!("{file}.trained.json")));
-        assert_eq!((&two["recipe"], &two["scales"]), (&"w4a4".into(), &"two".into()));
+        // The record is about training.
+        assert_eq!((&two["recipe"], &two["scales"]), (&"w4a4".into(), &"single".into()));
         fs::remove_file(d.join(file)).unwrap();
         let out = run(d, &words);
         let said = String::from_utf8_lossy(&out.stderr);

@@ -322,7 +322,12 @@ impl GenerationConfig {
         }
         Ok(Some(Self {
             eos_token_ids: raw.eos_token_id.map_or_else(Vec::new, OneOrMany::into_vec),
-            temperature: raw.temperature.filter(|_| raw.do_sample != Some(false)),
+            temperature: match raw.do_sample {
+                Some(false) => None,
+                // A file that asks for sampling need not name the neutral temperature.
+                Some(true) => raw.temperature.or(Some(1.0)),
+                None => raw.temperature,
+            },
             top_p: raw.top_p,
             top_k: raw.top_k,
             min_p: raw.min_p,

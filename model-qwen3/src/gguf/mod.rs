@@ -42,6 +42,10 @@ pub enum Matrices {
     Q8,
     /// Linear layers as NVFP4, the embedding and a head of its own as f16. Weights that are NVFP4 keep their codes.
     Nvfp4 {
+        /// Which values share a block scale.
+        block: BlockShape,
+        /// Whether matrices that are multiplied together share one tensor scale.
+        shares_scale: bool,
         /// The first block whose linear layers are f16 too, unless they are NVFP4 already.
         dense_from: usize,
     },
@@ -170,16 +174,16 @@ struct File<'a> {
 
 impl<'a> File<'a> {
     fn new(source: &'a dyn Tensors, matrices: Matrices) -> Self {
-        let (float, dense_from) = match matrices {
-            Matrices::Float(float) => (float, 0),
-            Matrices::Q8 => (FloatType::F32, 0),
-            Matrices::Nvfp4 { dense_from } => (FloatType::F16, dense_from),
+        let (float, (block, shares_scale, dense_from)) = match matrices {
+            Matrices::Float(float) => (float, (BlockShape::Row, false, 0)),
+            Matrices::Q8 => (FloatType::F32, (BlockShape::Row, false, 0)),
+            Matrices::Nvfp4 { block, shares_scale, dense_from } => (FloatType::F16, (block, shares_scale, dense_from)),
         };
         let nvfp4 = StoreAs::Nvfp4 {
             scaling: Scaling::Two,
             head: HeadAs::Float(FloatType::F16),
-            block: BlockShape::Row,
-            shares_scale: false,
+            block,
+            shares_scale,
             dense_from,
         };
         let dense = Repacked::new(source, StoreAs::Float(float));
@@ -224,7 +228,7 @@ impl<'a> File<'a> {
             _ if stored.shape().len() < 2 => Kind::Float(FloatType::F32),
             Matrices::Float(float) => Kind::Float(float),
             Matrices::Q8 => Kind::Q8,
-            Matrices::Nvfp4 { dense_from }
+            Matrices::Nvfp4 { dense_from, .. }
                 if names::is_projection(name) && (is_packed || becomes_packed(dense_from)) =>
             {
                 Kind::Nvfp4

@@ -18,7 +18,7 @@ use crate::{
     },
     settings::{HeadFormat, defaults::SCALING},
 };
-use backend_nvfp4::{BlockShape, Scaling};
+use backend_nvfp4::{BlockShape, LinearSpec, Precision, Recipe, Scaling};
 use model_qwen3::{
     ModelError,
     bytes::FloatType,
@@ -75,8 +75,8 @@ pub fn run(args: &ConvertArgs) -> Result<(), CliError> {
     report::unscaled_inputs(source.tensors().has_input_scales() && !keeps_inputs);
     let trained = source.trained(&files)?;
     let scaling = scaling(args, container, source.tensors(), trained.as_ref());
-    let dense_from = dense_from(trained.as_ref(), &files)?;
-    let tensors = Repacked::new(source.tensors(), format(args, container, scaling, dense_from)?).of_finished();
+    let quantized = Quantized::of(trained.as_ref(), &files, scaling)?;
+    let tensors = Repacked::new(source.tensors(), format(args, container, &quantized)?).of_finished();
     let mut small = if gguf.is_none() { source.small_files(&files)? } else { vec![] };
     let config = files.config_file(None);
     for (_, bytes) in small.iter_mut().filter(|(name, _)| name == "config.json") {
@@ -93,16 +93,16 @@ pub fn run(args: &ConvertArgs) -> Result<(), CliError> {
         let mut out = Writing::of(out, (progress::size(&tensors) as f64 * share) as u64, "converting");
         match (container, &gguf) {
             (ContainerArg::Dat, _) => write_dat(&tensors, None, &mut out, failed).map(|_| ())?,
-            (_, Some(gguf)) => gguf.write(source.tensors(), gguf_matrices(args.dtype, dense_from), &mut out, failed)?,
+            (_, Some(gguf)) => gguf.write(source.tensors(), gguf_matrices(args.dtype, &quantized), &mut out, failed)?,
             (_, None) => write_safetensors(&tensors, &mut out, failed).map(|_| ())?,
         }
         Ok(())
     };
     let sha256 = durable::write_checked(&args.output, written, |_| Trained::forget(&args.output))?;
     put_beside(&args.output, &small)?;
-    if gguf.is_none() {
-        let trained = trained.map(|trained| Trained { scales: scaling, ..trained });
-        Trained::put_beside(trained.as_ref(), &args.output)?;
+    match (&trained, &gguf) {
+        (Some(trained), Some(_)) => trained.say_without_thoughts(),
+        (trained, _) => Trained::put_beside(trained.as_ref(), &args.output)?,
     }
     let bytes = std::fs::metadata(&args.output).map_err(CliError::io(&args.output))?.len();
     let count = report::count(tensors.names().len(), "weight");
@@ -254,13 +254,27 @@ fn container(args: &ConvertArgs) -> Result<ContainerArg, CliError> {
     }
 }
 
-/// The first block whose linear layers stay dense in NVFP4: those that the model's training left unquantized.
-fn dense_from(trained: Option<&Trained>, files: &ModelFiles) -> Result<usize, CliError> {
-    let blocks = trained.map_or(0, |trained| trained.bf16_last_blocks);
-    if blocks == 0 {
-        return Ok(usize::MAX);
+/// How dense weights become NVFP4: as the model's training quantized them.
+struct Quantized {
+    scaling: Scaling,
+    block: BlockShape,
+    shares_scale: bool,
+    /// The first block whose linear layers stay dense.
+    dense_from: usize,
+}
+
+impl Quantized {
+    fn of(trained: Option<&Trained>, files: &ModelFiles, scaling: Scaling) -> Result<Self, CliError> {
+        let dense_from = match trained.map_or(0, |trained| trained.bf16_last_blocks) {
+            0 => usize::MAX,
+            blocks => Qwen3Config::from_file(&files.config_file(None))?.num_hidden_layers.saturating_sub(blocks),
+        };
+        let recipe = trained.map_or(Recipe::W4, Trained::recipe_of_weights);
+        let block = LinearSpec::new(recipe, scaling, Precision::F32).weights().block;
+        // A tensor scale that is shared takes two levels.
+        let shares_scale = scaling == Scaling::Two && trained.is_some_and(|trained| trained.shares_scale);
+        Ok(Self { scaling, block, shares_scale, dense_from })
     }
-    Ok(Qwen3Config::from_file(&files.config_file(None))?.num_hidden_layers.saturating_sub(blocks))
 }
 
 /// The scale levels of NVFP4 weights: those that somebody asks for, those of the model's NVFP4 weights, or those of its training.
@@ -277,13 +291,8 @@ fn scaling(args: &ConvertArgs, container: ContainerArg, source: &dyn Tensors, tr
     scaling
 }
 
-/// How tensors are stored in containers that are not GGUF. The blocks from `dense_from` on are not quantized.
-fn format(
-    args: &ConvertArgs,
-    container: ContainerArg,
-    scaling: Scaling,
-    dense_from: usize,
-) -> Result<StoreAs<'static>, CliError> {
+/// How tensors are stored in containers that are not GGUF.
+fn format(args: &ConvertArgs, container: ContainerArg, quantized: &Quantized) -> Result<StoreAs<'static>, CliError> {
     let has_place = args.dtype == WeightArg::Nvfp4 && container != ContainerArg::Gguf;
     for (flag, given) in [("--head", args.head.is_some()), ("--scales", args.scales.is_some())] {
         if given && !has_place {
@@ -293,15 +302,15 @@ fn format(
     }
     Ok(match args.dtype {
         WeightArg::Nvfp4 => StoreAs::Nvfp4 {
-            scaling,
+            scaling: quantized.scaling,
             head: match args.head {
                 None => HeadAs::OwnNvfp4,
                 Some(HeadFormat::Nvfp4) => HeadAs::Nvfp4,
                 Some(HeadFormat::Bf16) => HeadAs::Float(FloatType::Bf16),
             },
-            block: BlockShape::Row,
-            shares_scale: false,
-            dense_from,
+            block: quantized.block,
+            shares_scale: quantized.shares_scale,
+            dense_from: quantized.dense_from,
         },
         WeightArg::F16 => StoreAs::Float(FloatType::F16),
         WeightArg::Bf16 => StoreAs::Float(FloatType::Bf16),
@@ -313,10 +322,11 @@ fn format(
     })
 }
 
-/// How matrices are stored in a GGUF file. The blocks from `dense_from` on are not quantized to NVFP4.
-fn gguf_matrices(dtype: WeightArg, dense_from: usize) -> Matrices {
+/// How matrices are stored in a GGUF file.
+fn gguf_matrices(dtype: WeightArg, quantized: &Quantized) -> Matrices {
+    let Quantized { block, shares_scale, dense_from, .. } = *quantized;
     match dtype {
-        WeightArg::Nvfp4 => Matrices::Nvfp4 { dense_from },
+        WeightArg::Nvfp4 => Matrices::Nvfp4 { block, shares_scale, dense_from },
         WeightArg::Q8_0 => Matrices::Q8,
         WeightArg::F16 => Matrices::Float(FloatType::F16),
         WeightArg::Bf16 => Matrices::Float(FloatType::Bf16),

@@ -83,7 +83,6 @@ pub fn run(args: ExportArgs) -> Result<(), CliError> {
         let spec = |precision| LinearSpec::new(Recipe::W4, format.scaling, precision);
         device::run(args.device, None, CheckFile { tensors: &tensors, path, config, text, spec: &spec })
     })?;
-    let trained = trained.as_ref().map(|trained| Trained { scales, ..trained.clone() });
     Trained::put_beside(trained.as_ref(), &args.output_dat)
 }
 
@@ -96,9 +95,9 @@ fn stored_format(stored: &StoredModel) -> ExportFormat {
     ExportFormat {
         scaling: packed_scaling(&stored.weights).or(trained.map(|trained| trained.scales)).unwrap_or(SCALING),
         head: if packed_head { HeadAs::OwnNvfp4 } else { HeadAs::Float(FloatType::F16) },
-        recipe: trained.map_or(Recipe::W4, |trained| trained.recipe),
+        recipe: trained.map_or(Recipe::W4, Trained::recipe_of_weights),
         dense_from: stored.config.num_hidden_layers.saturating_sub(dense),
-        shares_scale: false,
+        shares_scale: trained.is_some_and(|trained| trained.shares_scale),
     }
 }
 

@@ -62,7 +62,9 @@ impl Samples {
                 report::line(format!("note: a sample prompt of {tokens} tokens is too long to answer; it is left out"));
             }
         }
-        Ok(Self { prompts: kept, text: inputs.text.clone(), packs })
+        let mut text = inputs.text.clone();
+        text.thinking = inputs.thinking;
+        Ok(Self { prompts: kept, text, packs })
     }
 
     /// One answer for each prompt, each on one line. An answer that was cut off ends in an ellipsis.
@@ -102,7 +104,9 @@ impl Samples {
 
     fn ids(&self, prompt: &str) -> Result<Vec<u32>, CliError> {
         let message = json!({"role": "user", "content": prompt});
-        let options = RenderOptions { add_generation_prompt: true, ..Default::default() };
+        // As the commands ask that answer with the trained model.
+        let enable_thinking = self.text.thinking;
+        let options = RenderOptions { add_generation_prompt: true, enable_thinking, ..Default::default() };
         Ok(self.text.tokenizer.encode(&self.text.template.render(&[message], options)?)?)
     }
 

@@ -180,7 +180,7 @@ impl StoredModel {
             return self.load(recipe, precision, device);
         }
         let scaling = self.trained.as_ref().map_or(SCALING, |trained| trained.scales);
-        let shares_scale = self.export.is_some_and(|export| export.shares_scale);
+        let shares_scale = self.trained.as_ref().is_some_and(|trained| trained.shares_scale);
         let spec = LinearSpec { shares_scale, ..LinearSpec::new(recipe, scaling, precision) };
         let dequantized = Repacked::new(&self.weights, StoreAs::Float(FloatType::F32));
         let tensors: &dyn Tensors = if self.is_stored_packed() { &dequantized } else { &self.weights };

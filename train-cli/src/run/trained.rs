@@ -20,6 +20,9 @@ pub const TRAINED: &str = "trained.json";
 /// Most bytes of a record. It has some hundred.
 const LONGEST_RECORD: u64 = 64 << 10;
 
+/// What is to be known of a model whose training rows have no thoughts, although its chat template knows them.
+pub const WITHOUT_THOUGHTS: &str = "the model was trained without thoughts; ask it with enable_thinking false";
+
 /// What a model was trained for.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Trained {
@@ -32,6 +35,12 @@ pub struct Trained {
     /// Scale levels of NVFP4 weights.
     #[serde(default = "two_levels", with = "by_name")]
     pub scales: Scaling,
+    /// Whether squares of 16x16 weights share a block scale in recipe nvfp4. None if they do what the published recipe does.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub square_blocks: Option<bool>,
+    /// Whether weights that are multiplied together share a tensor scale.
+    #[serde(default)]
+    pub shares_scale: bool,
     /// SHA-256 of the chat template's text, if it is known.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub chat_template_sha256: Option<String>,
@@ -54,13 +63,35 @@ impl Trained {
         template_sha256: String,
         thinking: Option<bool>,
     ) -> Self {
-        // The parts of recipe nvfp4 concern training only.
-        let recipe = match settings.recipe.recipe {
-            Recipe::Nvfp4(_) => Recipe::Nvfp4(Nvfp4Parts::ALL),
-            other => other,
+        // Of the parts of recipe nvfp4, only the blocks concern a trained model.
+        let (recipe, square_blocks) = match settings.recipe.resolved() {
+            Recipe::Nvfp4(parts) => (Recipe::Nvfp4(Nvfp4Parts::ALL), (!parts.square_blocks).then_some(false)),
+            other => (other, None),
         };
-        let bf16_last_blocks = settings.bf16_last_blocks(layers);
-        Self { recipe, bf16_last_blocks, scales, chat_template_sha256: Some(template_sha256), thinking }
+        Self {
+            recipe,
+            bf16_last_blocks: settings.bf16_last_blocks(layers),
+            scales,
+            square_blocks,
+            shares_scale: settings.recipe.share_scales,
+            chat_template_sha256: Some(template_sha256),
+            thinking,
+        }
+    }
+
+    /// The recipe by which the weights are quantized.
+    pub fn recipe_of_weights(&self) -> Recipe {
+        match (self.recipe, self.square_blocks) {
+            (Recipe::Nvfp4(parts), Some(square_blocks)) => Recipe::Nvfp4(Nvfp4Parts { square_blocks, ..parts }),
+            (recipe, _) => recipe,
+        }
+    }
+
+    /// Says that the model does not think, for a form of it that has no place for this record.
+    pub fn say_without_thoughts(&self) {
+        if self.thinking == Some(false) {
+            report::line(format!("note: {WITHOUT_THOUGHTS} (in train-cli: --thinking false)"));
+        }
     }
 
     /// What the model of a checkpoint is being trained for.

@@ -75,7 +75,8 @@ pub fn run(args: &ExportHfArgs) -> Result<(), CliError> {
         HfFormat::Modelopt => Some(Library::ModelOpt),
     };
     let layers = config.num_hidden_layers;
-    let dense = Trained::of(&files)?.map_or(0, |trained| trained.bf16_last_blocks);
+    let trained = Trained::of(&files)?;
+    let dense = trained.as_ref().map_or(0, |trained| trained.bf16_last_blocks);
     let dense_from = layers.saturating_sub(dense);
     let in_bf16 = Repacked::new(&source, StoreAs::Float(FloatType::Bf16));
     let in_nvfp4 = library.map(|library| Foreign::new(&source, library, dense_from));
@@ -88,7 +89,8 @@ pub fn run(args: &ExportHfArgs) -> Result<(), CliError> {
     };
     let tensors: &dyn Tensors = in_nvfp4.as_ref().map_or(&in_bf16 as &dyn Tensors, |foreign| foreign);
 
-    let card = model_card::of_model(&files, &what_it_holds(args.format, &inputs), &origin)?;
+    let thinking = trained.as_ref().and_then(|trained| trained.thinking);
+    let card = model_card::of_model(&files, &what_it_holds(args.format, &inputs), &origin, thinking)?;
     let mut pending = PendingFolder::new(&args.output_dir)?;
     let written = write_weights(tensors, library.map_or(Spelling::ModelOpt, Library::spelling), limit, &mut pending)?;
     write_json(&mut pending, "config.json", &config_json(&companions.config, tensors, library)?)?;
@@ -109,6 +111,9 @@ pub fn run(args: &ExportHfArgs) -> Result<(), CliError> {
     let check = CheckFile { tensors, path: pending.path(), config: &config, text: &text, spec: &spec };
     device::run(args.device, None, check)?;
     let folder = pending.replace()?;
+    if let Some(trained) = &trained {
+        trained.say_without_thoughts();
+    }
     report::result(format!("{} · {written} bytes of weights", folder.display()));
     Ok(())
 }
@@ -215,7 +220,7 @@ fn say_what_changed(tensors: &Foreign) -> Result<(), CliError> {
     report::label(
         "scales",
         format!(
-            "q, k and v share an f32 scale, and so do gate and up. This changed {} 4-bit codes and {} 8-bit scales",
+            "q, k and v share an f32 scale, and so do gate and up. This changed {} 4-bit codes and {} products of 8-bit scale and f32 scale",
             share(codes, of_codes),
             share(scales, of_scales)
         ),

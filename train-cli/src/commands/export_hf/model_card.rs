@@ -1,14 +1,24 @@
 //! The model card of an export: what the folder is, how its model was trained, and the figures of the step that is exported.
 
 use super::origin::Origin;
-use crate::{CliError, model_files::ModelFiles, report, run::evaluations::Evaluations};
+use crate::{
+    CliError,
+    model_files::ModelFiles,
+    report,
+    run::{evaluations::Evaluations, trained::WITHOUT_THOUGHTS},
+};
 use std::path::Path;
 
-/// The model card. `what` says which numbers the folder holds.
+/// The model card. `what` says which numbers the folder holds, and `thinking` whether the training rows have thoughts.
 ///
 /// # Errors
 /// If the log of the run cannot be read.
-pub(super) fn of_model(files: &ModelFiles, what: &str, origin: &Origin) -> Result<String, CliError> {
+pub(super) fn of_model(
+    files: &ModelFiles,
+    what: &str,
+    origin: &Origin,
+    thinking: Option<bool>,
+) -> Result<String, CliError> {
     let name = origin.run.as_deref().and_then(Path::file_name).map(|name| name.to_string_lossy().into_owned());
     let name = name.unwrap_or_else(|| files.name());
     let mut card = format!(
@@ -25,6 +35,9 @@ pub(super) fn of_model(files: &ModelFiles, what: &str, origin: &Origin) -> Resul
             env!("CARGO_PKG_VERSION"),
             settings.recipe.resolved().name(),
         );
+    }
+    if thinking == Some(false) {
+        card += &format!("\nNote: {WITHOUT_THOUGHTS}.\n");
     }
     let figures = figures(origin)?;
     if !figures.is_empty() {
