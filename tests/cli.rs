@@ -12,7 +12,7 @@ fn wrong_input_gets_its_exit_code_and_a_plain_message() {
     let d = dir.path();
     tiny_model(&d.join("m"), true);
     write_bad_inputs(d);
-    for (args, code, text) in cases().into_iter().chain(bench_cases()).chain(remedies()) {
+    for (args, code, text) in cases().into_iter().chain(refused_flags()).chain(bench_cases()).chain(remedies()) {
         let args: Vec<&str> = args.iter().map(String::as_str).collect();
         let out = run(d, &args);
         let stderr = String::from_utf8_lossy(&out.stderr).into_owned();
@@ -66,25 +66,6 @@ fn cases() -> Vec<Case> {
         (words("fit -d m/demo.tsv"), 2, "no model"),
         (words("generate -m m -p hi --device cpu --top-p 3"), 2, "--top-p 3: the value must be between 0 and 1"),
         (words("generate -m m -p hi --device gpu"), 2, "auto, cpu, cuda"),
-        (
-            words("generate -m m -p hi --device cpu --temperature -1"),
-            2,
-            "--temperature -1: the value must be between 0",
-        ),
-        (
-            fit(&["-d", "m/demo.tsv", "--learning-rate", "-1"]),
-            2,
-            "--learning-rate -1: the value must be between 0 and 1",
-        ),
-        // What a flag needs is not missed because another one excludes it.
-        (words("parity -m m --recipe w4 -p hi --dump x.safetensors"), 2, "'--dump <FILE>'"),
-        (words("parity -m m --expected m/model.safetensors --raw"), 2, "'--raw'"),
-        (words("eval needle -m m --lengths 64 --write-rows r.jsonl --json"), 2, "--write-rows asks none"),
-        (
-            words("export-dat -m m --output-dat taken.dat"),
-            2,
-            "taken.dat: the file exists; choose another name, or give --overw",
-        ),
         // Data.
         (fit(&["-d", "none.tsv"]), 2, "none.tsv: no such file"),
         (fit(&["-d", "no-tab.tsv"]), 3, "no-tab.tsv:4: no tab"),
@@ -120,6 +101,25 @@ fn cases() -> Vec<Case> {
         (words("export-dat -m none --output-dat x.dat"), 2, "none: no such file"),
         (words("parity -m m --expected m/model.safetensors --device cpu"), 6, "no \"input_ids\""),
     ]
+}
+
+/// Values that begin like a flag, flags that exclude each other, and an output that is there.
+fn refused_flags() -> Vec<Case> {
+    let cases = [
+        ("generate -m m -p hi --device cpu --temperature -1", "--temperature -1: the value must be between 0 and 100"),
+        (
+            "fit -m m -d m/demo.tsv --device cpu --learning-rate -1",
+            "--learning-rate -1: the value must be between 0 and 1",
+        ),
+        ("parity -m m --recipe w4 -p hi --dump x.safetensors", "'--dump <FILE>'"),
+        ("parity -m m --expected m/model.safetensors --raw", "'--raw'"),
+        ("eval needle -m m --lengths 64 --write-rows r.jsonl --json", "--write-rows asks none"),
+        (
+            "export-dat -m m --output-dat taken.dat",
+            "taken.dat: the file exists; choose another name, or give --overwrite",
+        ),
+    ];
+    cases.map(|(line, text)| (words(line), 2, text)).into()
 }
 
 /// Each measurement has flags of its own, and all need a GPU.
