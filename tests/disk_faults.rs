@@ -195,7 +195,8 @@ fn kill_writers(mut cases: impl FnMut(usize) -> Vec<usize>) {
     assert!(machine.fit(&[], Fault::Nothing).status.success());
     fs::rename(d.join("r"), machine.dir.path().join("r")).unwrap();
     for words in [
-        &["export-dat", "--checkpoint", "../r/checkpoint-4", "--output-dat", "x.dat", "--device", "cpu", "--overwrite"][..],
+        &["export-dat", "--checkpoint", "../r/checkpoint-4", "--output-dat", "x.dat", "--device", "cpu", "--overwrite"]
+            [..],
         &["convert", "../m/model.safetensors", "x.dat", "--to", "dat", "--dtype", "nvfp4", "--overwrite"],
     ] {
         machine.empty();
