@@ -445,6 +445,53 @@ fn marked(d: &Path, row: &str) -> String {
     rows.map(|row| row.split_once('\n').unwrap().1).collect::<Vec<_>>().join("\n--\n").trim_end().to_owned()
 }
 
+/// Calls of tools may be a list or its JSON text, in tables without the arguments of other calls. What is no call is refused, because
+/// a template would render it as calls that nobody made.
+#[test]
+fn calls_of_tools_are_calls_or_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    let d = dir.path();
+    tiny_model(&d.join("m"), true);
+    std::fs::copy(golden("chat/qwen3-instruct-2507.jinja"), d.join("m/chat_template.jinja")).unwrap();
+    let row = |calls: serde_json::Value| {
+        let called = json!({"role": "assistant", "content": "", "tool_calls": calls});
+        json!({"messages": [{"role": "user", "content": "Where?"}, called]}).to_string()
+    };
+    let call = |arguments: serde_json::Value| json!([{"function": {"name": "find", "arguments": arguments}}]);
+    let one = call(json!({"city": "Rome"}));
+    let shown = marked(d, &row(one.clone()));
+    assert!(shown.contains("\"name\": \"find\"") && shown.contains("{\"city\": \"Rome\"}"), "{shown}");
+    assert_eq!(marked(d, &row(one.to_string().into())), shown);
+    assert_eq!(marked(d, &row(json!([{"name": "find", "arguments": {"city": "Rome"}}]))), shown);
+    let from_text = json!({"conversations": [
+        {"from": "human", "value": "Where?"},
+        {"from": "function_call", "value": "[{\"name\": \"find\", \"arguments\": {\"city\": \"Rome\"}}]"},
+    ]});
+    assert_eq!(marked(d, &from_text.to_string()), shown);
+    for (calls, reason) in [
+        (json!("[{"), "\"tool_calls\" is not JSON"),
+        (json!("find"), "\"tool_calls\" is not JSON"),
+        (json!({"name": "find"}), "\"tool_calls\" must be a list"),
+        (json!([{"function": {"arguments": {}}}]), "each of its tool_calls needs"),
+        (json!([{"function": {"name": "find", "arguments": 3}}]), "the arguments of its tool_calls"),
+    ] {
+        std::fs::write(d.join("x.jsonl"), row(calls)).unwrap();
+        let error = plan(d, "x.jsonl", &[]).unwrap_err();
+        assert!(error.contains(&format!("x.jsonl:1: message 2: {reason}")), "{error}");
+    }
+    let both = format!("{}\n{}", row(one), row(call(json!({"street": "Via Appia"}))));
+    std::fs::write(d.join("both.jsonl"), both).unwrap();
+    let expected = plan(d, "both.jsonl", &[]).unwrap();
+    for name in ["calls.parquet", "calls.arrow"] {
+        let table = golden(&format!("tables/{name}")).display().to_string();
+        assert_eq!(plan(d, &table, &[]).unwrap(), expected, "{name}");
+    }
+    // A compressed file is no text in another encoding.
+    std::fs::write(d.join("x.jsonl"), b"\x1f\x8b\x08\x00").unwrap();
+    let error = plan(d, "x.jsonl", &[]).unwrap_err();
+    assert!(error.contains("x.jsonl: the file is compressed; unpack it first"), "{error}");
+}
+
 /// An assistant's turn at the beginning of a conversation, before which no message stands or only a system message, is
 /// learned like every other one. A template that refuses it is named with file, line and reason.
 #[test]

@@ -124,6 +124,38 @@ fn a_plain_resume_has_the_settings_of_the_last_command() {
     }
 }
 
+/// Inputs may lie in another folder than before, since their contents are compared. The file of settings names the run, too, and the
+/// output of another run is not replaced because its settings are used again.
+#[test]
+fn inputs_may_be_moved_and_settings_may_name_the_run() {
+    let dir = tempfile::tempdir().unwrap();
+    let d = dir.path();
+    model(d);
+    let words = "fit -m m -d m/rows.tsv --device cpu --max-seq-length 32 --max-steps 2 --eval-steps 0 --val-split 0 -o r \
+                 --output-dat r.dat --warmup-steps 100";
+    ok(d, &words.split(' ').filter(|word| !word.is_empty()).collect::<Vec<_>>());
+    let rates: Vec<f64> = fs::read_to_string(d.join("r/metrics.jsonl"))
+        .unwrap()
+        .lines()
+        .filter_map(|line| serde_json::from_str::<Value>(line).unwrap()["learning_rate"].as_f64())
+        .collect();
+    // A warm-up that is longer than the run ends below the highest rate.
+    assert!((rates[1] / rates[0] - 2.0).abs() < 1e-9 && rates[1] < 1e-5, "{rates:?}");
+    let written = fs::read(d.join("r.dat")).unwrap();
+    let out = run(d, &["fit", "-c", "r/config.toml", "-o", "again", "--seed", "1"]);
+    let said = String::from_utf8_lossy(&out.stderr);
+    assert!(out.status.code() == Some(2) && said.contains("r.dat: the file exists"), "{said}");
+    assert!(fs::read(d.join("r.dat")).unwrap() == written);
+    fs::create_dir(d.join("x")).unwrap();
+    fs::rename(d.join("m"), d.join("x/m")).unwrap();
+    let moved = ["-m", "x/m", "-d", "x/m/rows.tsv", "--compute-dtype", "f32", "--max-steps", "3"];
+    ok(d, &[&["fit", "--resume-from-checkpoint", "r"][..], &moved].concat());
+    fs::write(d.join("s.toml"), "output_dir = \"r\"\nmodel = \"x/m\"\ndata = [\"x/m/rows.tsv\"]\n").unwrap();
+    let out = run(d, &["fit", "-c", "s.toml", "--resume-from-checkpoint"]);
+    let said = String::from_utf8_lossy(&out.stderr);
+    assert!(!said.contains("needs the run folder"), "{said}");
+}
+
 /// One folder has a name that a shell takes apart unless it is quoted, the other a name that --resume-from-checkpoint takes for no
 /// folder.
 #[test]

@@ -67,3 +67,13 @@ stream("twice", pyarrow.Table.from_arrays([pyarrow.array(["a"]), pyarrow.array([
 broken = pyarrow.table({"text": ["a", "b", None, "d"]})
 pyarrow.parquet.write_table(broken, folder / "broken_row.parquet", compression="snappy", row_group_size=2)
 pyarrow.feather.write_feather(broken, folder / "broken_row.feather", compression="uncompressed", chunksize=2)
+
+# Two calls with other arguments: in a table, each has the arguments of both.
+place = pyarrow.struct([("city", pyarrow.string()), ("street", pyarrow.string())])
+call = pyarrow.struct([("function", pyarrow.struct([("name", pyarrow.string()), ("arguments", place)]))])
+caller = pyarrow.struct([("role", pyarrow.string()), ("content", pyarrow.string()), ("tool_calls", pyarrow.list_(call))])
+asked = [[{"role": "user", "content": "Where?"}, {"role": "assistant", "tool_calls": [{"function": {"name": "find", "arguments": place}}]}]
+         for place in ({"city": "Rome"}, {"street": "Via Appia"})]
+calls = pyarrow.table({"messages": pyarrow.array(asked, pyarrow.list_(caller))})
+stream("calls", calls)
+pyarrow.parquet.write_table(calls, folder / "calls.parquet", compression="snappy")

@@ -163,7 +163,8 @@ fn value(column: &dyn Array, i: usize, taken: &mut Taken) -> Result<Value, Strin
         DataType::Struct(fields) => {
             let inner = fields.iter().zip(column.as_struct().columns());
             let inner = inner.map(|(field, column)| Ok((field.name().clone(), value(column, i, taken)?)));
-            inner.collect::<Result<_, String>>()?
+            // All rows of a table have the members of all.
+            inner.filter(|member| !matches!(member, Ok((_, Value::Null)))).collect::<Result<_, String>>()?
         }
         DataType::Dictionary(..) => {
             let dictionary = column.as_any_dictionary();

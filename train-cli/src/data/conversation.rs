@@ -4,7 +4,12 @@
 //! the prompt. The assistant's text is supervised, with its end token, because a model that is never taught its end
 //! token never learns to stop.
 
-use crate::{CliError, data::sample::Sample, model_files::TextFiles, settings::LossOn};
+use crate::{
+    CliError,
+    data::{sample::Sample, tool_calls},
+    model_files::TextFiles,
+    settings::LossOn,
+};
 use model_qwen3::{ModelError, chat_template::RenderOptions, tokenizer::Tokenizer};
 use serde_json::{Value, json};
 use std::ops::Range;
@@ -153,6 +158,12 @@ fn check(message: &mut Value) -> Result<bool, String> {
         None => return Err("no \"role\"; a message needs \"role\" and \"content\"".into()),
         Some("system" | "user" | "assistant" | "tool") => {}
         Some(role) => return Err(format!("role {role:?} is unknown; use system, user, assistant or tool")),
+    }
+    if let Some(calls) = message.get_mut("tool_calls") {
+        *calls = tool_calls::list(calls.take(), "tool_calls")?.unwrap_or_default();
+        if !calls.is_null() {
+            tool_calls::check(calls)?;
+        }
     }
     let calls = message.get("tool_calls").is_some_and(|c| c.as_array().is_some_and(|c| !c.is_empty()));
     let text = match message.get("content") {

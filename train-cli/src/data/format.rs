@@ -4,7 +4,7 @@
 //! A new format is a variant of [`Format`]. The compiler then asks for it here.
 
 use crate::{
-    data::{conversation::Conversation, sample::Origin},
+    data::{conversation::Conversation, sample::Origin, tool_calls},
     error::place_of,
     settings::{
         Auto, Format, MOST_WEIGHT,
@@ -231,8 +231,10 @@ fn sharegpt(mut row: Map<String, Value>) -> Result<Row<'static>, String> {
             "observation" | "tool" => json!({"role": "tool", "content": value}),
             "function_call" => {
                 let call = calls.parse(value).map_err(|e| at(&format!("the call is not JSON: {e}")))?;
-                let call = json!({"type": "function", "function": call});
-                json!({"role": "assistant", "content": "", "tool_calls": [call]})
+                let calls = if let Value::Array(calls) = call { calls } else { vec![call] };
+                let calls: Vec<_> =
+                    calls.into_iter().map(|call| json!({"type": "function", "function": call})).collect();
+                json!({"role": "assistant", "content": "", "tool_calls": calls})
             }
             _ => return Err(at(&format!("{from:?} is unknown; use human, gpt, system, observation or function_call"))),
         });
@@ -419,12 +421,7 @@ fn list(row: &mut Map<String, Value>, key: &str) -> Result<Vec<Value>, String> {
 
 /// The tools of a row: a list, or its JSON text.
 fn tools(row: &mut Map<String, Value>) -> Result<Option<Value>, String> {
-    match row.remove("tools") {
-        None | Some(Value::Null) => Ok(None),
-        Some(Value::String(text)) if text.trim().is_empty() => Ok(None),
-        Some(Value::String(text)) => json::parse(&text).map(Some).map_err(|e| format!("\"tools\" is not JSON: {e}")),
-        Some(tools) => Ok(Some(tools)),
-    }
+    tool_calls::list(row.remove("tools").unwrap_or_default(), "tools")
 }
 
 #[cfg(test)]

@@ -71,7 +71,8 @@ fn value(field: &Field) -> Value {
     };
     match field {
         Field::Bytes(_) => Value::Null,
-        Field::Group(row) => Value::Object(fields(row)),
+        // All rows of a table have the members of all.
+        Field::Group(row) => Value::Object(fields(row).into_iter().filter(|(_, value)| !value.is_null()).collect()),
         Field::ListInternal(list) => list.elements().iter().map(value).collect(),
         Field::MapInternal(map) => map.entries().iter().map(|(name, field)| (key(name), value(field))).collect(),
         other => other.to_json_value(),

@@ -349,11 +349,21 @@ impl RowReader<'_> {
     }
 }
 
+/// How files begin that gzip, bzip2, xz, zstd and zip have made.
+const PACKED: [&[u8]; 5] = [b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd", b"PK\x03\x04"];
+
 /// The text of a file, without a byte-order mark.
 fn text_of(path: &Path) -> Result<String, CliError> {
     let mut bytes = data_files::read_whole(path)?;
     if bytes.starts_with(b"\xEF\xBB\xBF") {
         bytes.drain(..3);
+    }
+    if PACKED.iter().any(|beginning| bytes.starts_with(beginning)) {
+        return Err(bad(
+            path,
+            None,
+            "the file is compressed; unpack it first, for example with gunzip, unzstd or unzip",
+        ));
     }
     let line = |before: &[u8]| Some(before.iter().filter(|byte| **byte == b'\n').count() + 1);
     if let Some(at) = bytes.iter().position(|byte| *byte == 0) {

@@ -32,7 +32,8 @@ pub fn print(plan: &Plan, inputs: &Inputs, scaling: Scaling, precision: Precisio
     if let Some(cost) = cost::of(plan.recipe, dense, master, states) {
         report::label("cost", cost);
     }
-    let (steps, size) = (inputs.order(plan).steps, plan.sequences_per_step());
+    let order = inputs.order(plan);
+    let (steps, size) = (order.steps, plan.sequences_per_step().min(order.limit));
     let (rate, seed) = (plan.settings.optimizer.learning_rate, plan.settings.advanced.seed);
     let (steps, size) = (report::count(steps, "step"), report::count(size, "sequence"));
     report::label("plan", format!("{steps} of {size} · learning rate {rate:e} · seed {seed}"));

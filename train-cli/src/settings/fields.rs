@@ -554,7 +554,7 @@ pub const LEAST_KEPT: usize = 2;
 
 /// Settings that a resumed run may change: they change no number that a step computes from the weights before it, or
 /// extend the run.
-pub(super) const FREE: [&str; 20] = [
+pub(super) const FREE: [&str; 22] = [
     "max_steps",
     "num_train_epochs",
     "guard",
@@ -575,7 +575,12 @@ pub(super) const FREE: [&str; 20] = [
     "recompute",
     "peak_tflops",
     "token_cache",
+    "device",
+    "compute_dtype",
 ];
+
+/// Inputs of a run. Their contents are compared with those of the checkpoint, so that they may lie elsewhere.
+pub(super) const INPUTS: [&str; 5] = ["model", "init_config", "tokenizer", "data", "eval_data"];
 
 impl Settings {
     /// Every path that is given, with its flag.

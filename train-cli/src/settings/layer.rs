@@ -50,6 +50,9 @@ impl Layer {
             if key == "step_mode" {
                 return Err(format!("step_mode = {value}: {STEP_MODE}"));
             }
+            if OF_A_COMMAND.contains(&key.as_str()) {
+                return Err(format!("{key} is no setting of a run; give {} on the command line", flag(key)));
+            }
             if !DEFAULTS.iter().any(|(name, _)| name == key) {
                 let hint = "settings are named as the long flags of `train-cli fit --help`, with `_` for `-`";
                 return Err(format!("unknown setting `{key}`; {hint}"));
@@ -146,6 +149,9 @@ static DEFAULTS: LazyLock<Vec<(String, String)>> = LazyLock::new(|| {
     Settings::default().table().into_iter().map(|(key, value)| (key, text(value))).collect()
 });
 
+/// Flags of `fit` that belong to a command and not to a run.
+const OF_A_COMMAND: [&str; 5] = ["overwrite", "dry_run", "resume_from_checkpoint", "demo", "config"];
+
 /// Adds the flags of all settings to a command, with the defaults of [`Settings`] in the help. A negative number is a value, which
 /// the range of the setting refuses, and no unknown flag.
 pub(crate) fn with_flags(command: Command) -> Command {
@@ -172,6 +178,14 @@ mod tests {
         assert_eq!((all.optimizer.learning_rate, all.data.val_split), (0.25, 0.5));
         assert_eq!((all.model.model, all.model.init_config), (None, Some("b".into())));
         assert_eq!(all.optimizer.batch_size, Settings::default().optimizer.batch_size);
+    }
+
+    #[test]
+    fn a_flag_of_a_command_is_no_setting() {
+        for key in OF_A_COMMAND {
+            let said = Layer::of_toml(&format!("{key} = true")).unwrap_err();
+            assert!(said.ends_with(&format!("give {} on the command line", flag(key))), "{said}");
+        }
     }
 
     #[test]

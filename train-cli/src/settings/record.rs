@@ -2,9 +2,10 @@
 
 use crate::{
     CliError,
-    settings::fields::{FREE, Settings},
+    settings::fields::{FREE, INPUTS, Settings},
 };
 use serde_json::{Map, Value};
+use std::path::Path;
 
 /// A setting that two records disagree about: its flag, and its value in each, if it has one.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -52,8 +53,25 @@ impl Settings {
         let shown = |table: &Map<String, Value>, key| {
             table.get(key).filter(|value: &&Value| !value.is_null()).map(ToString::to_string)
         };
-        let key = now.keys().find(|key| !FREE.contains(&key.as_str()) && now.get(*key) != before.get(*key))?;
+        let key =
+            now.keys().find(|key| !FREE.contains(&key.as_str()) && !is_same(key, now.get(*key), before.get(*key)))?;
         Some(Change { flag: flag(key), before: shown(&before, key), now: shown(&now, key) })
+    }
+}
+
+/// Whether a setting is the same. A file may lie in another folder than before.
+fn is_same(key: &str, now: Option<&Value>, before: Option<&Value>) -> bool {
+    now == before || INPUTS.contains(&key) && now.map(file_names) == before.map(file_names)
+}
+
+/// The file names of a path or of several.
+fn file_names(value: &Value) -> Value {
+    match value {
+        Value::String(path) => {
+            Path::new(path).file_name().map_or_else(|| value.clone(), |name| name.to_string_lossy().into())
+        }
+        Value::Array(paths) => paths.iter().map(file_names).collect(),
+        other => other.clone(),
     }
 }
 

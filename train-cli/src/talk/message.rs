@@ -1,6 +1,7 @@
 //! Messages that somebody sends, checked. A chat template renders a value of the wrong type as nothing, or as text that nobody
 //! wrote, and the answer would be one to another conversation. So every key of a message must be known and have its type.
 
+use crate::data::tool_calls::{self, is_text_or_null};
 use serde_json::{Map, Value};
 
 /// Most messages of a conversation.
@@ -41,7 +42,7 @@ fn checked(message: Value) -> Result<Value, String> {
     for key in ["reasoning_content", "name", "tool_calls"] {
         let Some(value) = message.remove(key).filter(|value| !value.is_null()) else { continue };
         if key == "tool_calls" {
-            check_calls(&value)?;
+            tool_calls::check(&value)?;
         } else if !value.is_string() {
             return Err(format!("its {key} must be a text"));
         }
@@ -66,31 +67,6 @@ fn joined(parts: &[Value]) -> Result<String, String> {
         (kind, _) => Err(format!("content of the type {:?}; this model reads text", kind.unwrap_or("none"))),
     };
     parts.iter().map(text).collect()
-}
-
-/// Checks the calls of tools in a message. OpenAI's clients send the arguments as text, Hugging Face's data holds an object.
-fn check_calls(calls: &Value) -> Result<(), String> {
-    let Value::Array(calls) = calls else { return Err("its tool_calls must be a list".into()) };
-    for call in calls {
-        let function = &call["function"];
-        if !function["name"].is_string() {
-            return Err("each of its tool_calls needs a \"function\" with a text as \"name\"".into());
-        }
-        if !matches!(function["arguments"], Value::Null | Value::String(_) | Value::Object(_)) {
-            return Err("the arguments of its tool_calls must be a text or an object".into());
-        }
-        if !is_text_or_null(&call["id"]) {
-            return Err("the id of each of its tool_calls must be a text".into());
-        }
-        if !call["type"].is_null() && call["type"] != "function" {
-            return Err("the type of each of its tool_calls must be \"function\"".into());
-        }
-    }
-    Ok(())
-}
-
-fn is_text_or_null(value: &Value) -> bool {
-    value.is_null() || value.is_string()
 }
 
 #[cfg(test)]

@@ -7,7 +7,7 @@ use crate::settings::Decay;
 pub struct Schedule {
     /// The highest rate.
     pub peak: f64,
-    /// Steps of warm-up.
+    /// Steps of warm-up. They may be more than the run has.
     pub warmup: usize,
     /// Steps of the run.
     pub total: usize,
@@ -22,7 +22,7 @@ impl Schedule {
         if step < self.warmup {
             return self.peak * (step + 1) as f64 / (self.warmup + 1) as f64;
         }
-        let left = (self.total - self.warmup).max(1) as f64;
+        let left = self.total.saturating_sub(self.warmup).max(1) as f64;
         let done = (step - self.warmup) as f64 / left;
         self.peak
             * match self.decay {

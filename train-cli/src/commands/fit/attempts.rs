@@ -170,7 +170,7 @@ impl Ready {
             stepper: self.stepper(optimizer, state.last_norm),
             schedule: Schedule {
                 peak: s.optimizer.learning_rate,
-                warmup: warmup.min(steps),
+                warmup,
                 total: steps,
                 decay: s.optimizer.lr_scheduler_type,
             },

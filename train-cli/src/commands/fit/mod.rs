@@ -21,7 +21,7 @@ use crate::{
     device::{self, Job},
     durable,
     interrupt::{Interruption, SaveRequests},
-    outputs::check_output_folder,
+    outputs::{check_free, check_output_folder},
     plan::Plan,
     report,
     run::checkpoint::CONFIG,
@@ -40,7 +40,10 @@ pub use first_steps::FirstSteps;
 use model_qwen3::file;
 pub use ready::Ready;
 pub(crate) use ready::scaling;
-use std::{path::Path, sync::Arc};
+use std::{
+    path::{Path, PathBuf},
+    sync::Arc,
+};
 
 /// What a user can do whose device has not enough memory.
 const REMEDY: &str = "use a smaller --max-seq-length or --batch-size, --optimizer-state-mode int4, or --master-weights \
@@ -56,7 +59,9 @@ pub fn run(args: &FitArgs) -> Result<(), CliError> {
     }
     // No other process may change a run while its checkpoint is read.
     let lock = match &args.launch.resume_from_checkpoint {
-        Some(from) => resume::resumed_run(from, typed_folder(args))?.map(|run| folder::Lock::of(&run)).transpose()?,
+        Some(from) => {
+            resume::resumed_run(from, named_folder(args)?.as_deref())?.map(|run| folder::Lock::of(&run)).transpose()?
+        }
         None => None,
     };
     let (plan, resumed, restarts) = planned(args)?;
@@ -76,9 +81,19 @@ pub fn run(args: &FitArgs) -> Result<(), CliError> {
     device::run(device, precision, fit)
 }
 
-/// The run folder that was typed.
-fn typed_folder(args: &FitArgs) -> Option<&Path> {
-    args.typed.get("output_dir").and_then(|dir| dir.as_str()).map(Path::new)
+/// The run folder that was typed, or that the file of settings names.
+fn named_folder(args: &FitArgs) -> Result<Option<PathBuf>, CliError> {
+    let folder = |layer: &Layer| layer.get("output_dir").and_then(|dir| dir.as_str()).map(PathBuf::from);
+    match (folder(&args.typed), &args.launch.config) {
+        (None, Some(file)) => Ok(folder(&settings_of(file)?)),
+        (typed, _) => Ok(typed),
+    }
+}
+
+/// The settings of a file.
+fn settings_of(file: &Path) -> Result<Layer, CliError> {
+    file::open(file, "check the path").map_err(CliError::of_flag("--config"))?;
+    Layer::of_file(file)
 }
 
 /// The plan of a command line, the checkpoint that it resumes from, and whether it restarts a run that has no checkpoint yet.
@@ -88,7 +103,7 @@ fn typed_folder(args: &FitArgs) -> Option<&Path> {
 /// If the settings or the checkpoint are refused.
 pub fn planned(args: &FitArgs) -> Result<(Plan, Option<Resumed>, bool), CliError> {
     let resume = match &args.launch.resume_from_checkpoint {
-        Some(from) => resume::find(from, typed_folder(args))?,
+        Some(from) => resume::find(from, named_folder(args)?.as_deref())?,
         None => None,
     };
     if let Some(Resume::Beginning(run)) = &resume {
@@ -111,16 +126,18 @@ fn plan_of(args: &FitArgs, resume: Option<&Resume>) -> Result<Plan, CliError> {
         _ => None,
     };
     let base = match (&launch.config, resume, begun) {
-        (Some(file), ..) => {
-            file::open(file, "check the path").map_err(CliError::of_flag("--config"))?;
-            Layer::of_file(file)?
-        }
+        (Some(file), ..) => settings_of(file)?,
         (None, Some(Resume::At(resumed)), _) => last_settings(resumed),
         (None, _, Some(file)) => Layer::of_file(&file)?,
         (None, _, None) if launch.demo => demo::settings(),
         (None, ..) => Layer::default(),
     };
     let mut settings = base.under(args.typed.clone()).over_defaults()?;
+    // The file of settings may be that of another run.
+    let unnamed = resume.is_none() && launch.config.is_some() && args.typed.get("output_dat").is_none();
+    if let Some(file) = settings.saving.output_dat.as_deref().filter(|_| unnamed) {
+        check_free("--output-dat", file, launch.overwrite)?;
+    }
     let run = resume.map(|resume| match resume {
         Resume::At(resumed) => &resumed.run,
         Resume::Beginning(run) => run,
