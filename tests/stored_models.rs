@@ -136,6 +136,19 @@ fn a_dense_copy_is_quantized_as_its_training_did() {
     }
 }
 
+/// NVFP4 master weights have scales of 16 values of a row, also under the recipe whose squares share one.
+#[test]
+fn packed_masters_are_recorded_without_square_blocks() {
+    let dir = tempfile::tempdir().unwrap();
+    let d = dir.path();
+    tiny_model_with_spread(&d.join("m"), true, 0.3);
+    let packed = ["--master-weights", "nvfp4", "--optimizer-state-mode", "int8"];
+    for (flags, recorded) in [(&packed[..], Value::from(false)), (&[], Value::Null)] {
+        fit(d, &[&["-o", "r", "--overwrite", "--recipe", "nvfp4"], flags].concat());
+        assert_eq!(json(&d.join("r/final/trained.json"))["square_blocks"], recorded, "{flags:?}");
+    }
+}
+
 /// Masters are quantized while they are read, exactly as the export quantizes them: tokens and logarithms are equal in bits.
 #[test]
 fn a_checkpoint_answers_as_its_export() {
