@@ -184,6 +184,13 @@ fn what_chooses_the_tokens_is_said_and_where_it_comes_from() {
         "sampling  temperature 0 by flag; repetition-penalty 1 by default, from generation_config.json"
     );
     assert!(said(&["--top-k", "5"]).starts_with("sampling  top-k 5 by flag; temperature 0.7, top-p 0.8, min-p 0, "));
+    // Who asks for sampling and names no temperature means the neutral one.
+    for (file, temperature) in [(r#"{"do_sample": true}"#, "1"), (r#"{"do_sample": false, "temperature": 0.7}"#, "0")] {
+        std::fs::write(d.join("m/generation_config.json"), file).unwrap();
+        let found = said(&[]);
+        let rest = found.strip_prefix(&format!("sampling  temperature {temperature}"));
+        assert!(rest.is_some_and(|rest| rest.starts_with([',', ' '])), "{file}: {found}");
+    }
     std::fs::remove_file(d.join("m/generation_config.json")).unwrap();
     let card = "by default, from the model card of Qwen3";
     assert!(

@@ -121,8 +121,9 @@ fn nvfp4_weights_keep_their_codes_and_scales() {
         let kept = keys.get("general.tensor_extra.prec_a4").map(|value| array(value).len());
         assert_eq!(kept, (recipe == "w4").then_some(21), "{recipe}");
     }
-    // A dense copy is quantized where its training quantized: the last of three blocks is not.
-    ok(dir.path(), &[&["fit", "--overwrite", "--bf16-last-blocks", "1"][..], &words, &more].concat());
+    // A dense copy is quantized where and as its training quantized: in squares, and the last of three blocks is not.
+    let flags = ["fit", "--overwrite", "--recipe", "nvfp4", "--bf16-last-blocks", "1"];
+    ok(dir.path(), &[&flags[..], &words, &more].concat());
     ok(dir.path(), &["convert", "r", "copy.safetensors", "--dtype", "bf16"]);
     ok(dir.path(), &["convert", "copy.safetensors", "x.gguf", "--dtype", "nvfp4", "--overwrite"]);
     let file = read(&dir.path().join("x.gguf"));
@@ -130,6 +131,12 @@ fn nvfp4_weights_keep_their_codes_and_scales() {
         for layer in ["attn_q", "attn_output", "ffn_down"] {
             assert_eq!(file[&format!("blk.{block}.{layer}.weight")].0, kind, "block {block}, {layer}");
         }
+    }
+    let weights = Container::open(&dir.path().join("r/final/model.dat")).unwrap();
+    for (name, theirs) in NAMES {
+        let Some(Stored::Packed { rows, cols, .. }) = weights.stored(name) else { continue };
+        let without = backend_nvfp4::Packed { global: 1.0, ..weights.read_packed(name).unwrap() };
+        assert!(file[theirs].2 == reference::dequantize(&without, rows, cols), "{theirs}");
     }
     // It stays dense on the way back.
     std::fs::create_dir(dir.path().join("back")).unwrap();

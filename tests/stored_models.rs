@@ -136,6 +136,19 @@ fn a_dense_copy_is_quantized_as_its_training_did() {
     }
 }
 
+/// NVFP4 master weights have scales of 16 values of a row, also under the recipe whose squares share one.
+#[test]
+fn packed_masters_are_recorded_without_square_blocks() {
+    let dir = tempfile::tempdir().unwrap();
+    let d = dir.path();
+    tiny_model_with_spread(&d.join("m"), true, 0.3);
+    let packed = ["--master-weights", "nvfp4", "--optimizer-state-mode", "int8"];
+    for (flags, recorded) in [(&packed[..], Value::from(false)), (&[], Value::Null)] {
+        fit(d, &[&["-o", "r", "--overwrite", "--recipe", "nvfp4"], flags].concat());
+        assert_eq!(json(&d.join("r/final/trained.json"))["square_blocks"], recorded, "{flags:?}");
+    }
+}
+
 /// Masters are quantized while they are read, exactly as the export quantizes them: tokens and logarithms are equal in bits.
 #[test]
 fn a_checkpoint_answers_as_its_export() {
@@ -256,15 +269,31 @@ fn a_model_thinks_if_its_rows_did() {
     fs::create_dir(d.join("t")).unwrap();
     fs::write(d.join("t/config.json"), config.to_string()).unwrap();
     fs::write(d.join("t/tokenizer.json"), tokenizer.to_string()).unwrap();
-    fs::copy(d.join("m/chat_template.jinja"), d.join("t/chat_template.jinja")).unwrap();
+    // A question that somebody asks without saying whether to think is refused.
+    let unsaid = "{%- if messages[0].content == 'asked' and enable_thinking is not defined %}{{ raise_exception('unsaid') }}{%- endif %}";
+    let template = fs::read_to_string(d.join("m/chat_template.jinja")).unwrap();
+    fs::write(d.join("t/chat_template.jinja"), format!("{unsaid}{template}")).unwrap();
     fs::copy(d.join("m/generation_config.json"), d.join("t/generation_config.json")).unwrap();
     let row = |answer: &str| serde_json::json!({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": answer}]});
     for (answers, thinking) in [(["b", "c"], false), (["b", "<think>\nhm\n</think>\n\nc"], true)] {
         fs::write(d.join("rows.jsonl"), answers.map(|a| row(a).to_string()).join("\n")).unwrap();
         let words =
             ["fit", "--init-config", "t/config.json", "-d", "rows.jsonl", "--max-steps", "1", "--device", "cpu"];
-        ok(d, &[&words[..], &["--val-split", "0", "-o", "r", "--overwrite"]].concat());
+        // Sample answers are asked as later ones are.
+        ok(d, &[&words[..], &["--val-split", "0", "-o", "r", "--overwrite", "--sample-prompt", "asked"]].concat());
         assert_eq!(json(&d.join("r/final/trained.json"))["thinking"], thinking);
+        // What has no place for the record says how to ask.
+        for words in [
+            &["export-hf", "-m", "r", "-o", "hf", "--device", "cpu", "--overwrite"][..],
+            &["convert", "r", "x.gguf", "--dtype", "bf16", "--overwrite"],
+        ] {
+            let out = run(d, words);
+            let said = String::from_utf8_lossy(&out.stderr);
+            let told = said.contains("enable_thinking false (in train-cli: --thinking false)");
+            assert!(out.status.success() && told != thinking, "{words:?}: {said}");
+        }
+        let card = fs::read_to_string(d.join("hf/README.md")).unwrap();
+        assert_eq!(card.contains("enable_thinking false"), !thinking, "{card}");
         for model in ["r/final", "r/checkpoint-1"] {
             let own = answer(d, model, &[]).0;
             let flag = ["--thinking", if thinking { "true" } else { "false" }];

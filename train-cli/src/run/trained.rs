@@ -10,7 +10,7 @@ use crate::{
     report,
     settings::{Settings, by_name, name_of},
 };
-use backend_nvfp4::{Nvfp4Parts, Recipe, Scaling};
+use backend_nvfp4::{MasterKind, Nvfp4Parts, Recipe, Scaling};
 use model_qwen3::{chat_template::ChatTemplate, config::Qwen3Config, file, json, safetensors::WHOLE};
 use serde::{Deserialize, Serialize};
 use std::path::{Path, PathBuf};
@@ -63,9 +63,10 @@ impl Trained {
         template_sha256: String,
         thinking: Option<bool>,
     ) -> Self {
-        // Of the parts of recipe nvfp4, only the blocks concern a trained model.
+        // Of the parts of recipe nvfp4, only the blocks concern a trained model. NVFP4 master weights have no square ones.
+        let packed = settings.memory.master_weights == Some(MasterKind::Nvfp4);
         let (recipe, square_blocks) = match settings.recipe.resolved() {
-            Recipe::Nvfp4(parts) => (Recipe::Nvfp4(Nvfp4Parts::ALL), (!parts.square_blocks).then_some(false)),
+            Recipe::Nvfp4(parts) => (Recipe::Nvfp4(Nvfp4Parts::ALL), (packed || !parts.square_blocks).then_some(false)),
             other => (other, None),
         };
         Self {
