@@ -94,8 +94,8 @@ pub struct ExportHfArgs {
     pub calibration_data: Vec<PathBuf>,
     /// Sequences that the model reads.
     #[arg(long, value_name = "N", help = format!(
-        "Despite its name: the number of sequences of --calibration-data that the model reads, from the beginning of the files. A row of more than \
-         {MAX_SEQ_LENGTH} tokens is cut into several sequences [default: {CALIBRATION_ROWS}]"
+        "How many sequences of --calibration-data the model reads, from the beginning of the files. A sequence is a row, or a piece of \
+         a row that has more than {MAX_SEQ_LENGTH} tokens [default: {CALIBRATION_ROWS}]"
     ))]
     pub calibration_rows: Option<std::num::NonZeroUsize>,
     /// Largest size of one file of weights

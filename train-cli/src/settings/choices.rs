@@ -336,9 +336,9 @@ pub enum Decay {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
 #[serde(rename_all = "kebab-case")]
 pub enum Recompute {
-    /// As few blocks as possible: the run keeps the activations of as many blocks as there is room for. The predicted memory of the
-    /// run, with these activations and a tenth of the total as a reserve, must fit into --memory-limit and into the free memory (into
-    /// half of it where the device uses the memory of the host). The other blocks run twice
+    /// As few blocks as possible: the run keeps the activations of as many blocks as there is room for, and runs the others twice.
+    /// There is room if the predicted memory of the run, which includes these activations, and a tenth of this prediction as a
+    /// reserve fit into --memory-limit and into the free memory (into half of it where the device uses the memory of the host)
     Auto,
     /// Every block: this needs the least memory
     Always,
@@ -378,8 +378,9 @@ pub enum HeadFormat {
     /// In NVFP4. If the head is tied (the embedding is the head), the file has the embedding in f16 and an NVFP4 copy of it as
     /// head, which makes answers faster
     Nvfp4,
-    /// In bf16, if the head has weights of its own. It has them if the file with which training began (for convert: the input)
-    /// contains a separate head, or an NVFP4 copy of the embedding as head. Otherwise the head is the embedding itself, which is stored once, in f16
+    /// A head with weights of its own is stored in bf16. The head has such weights if the file with which training began (for
+    /// convert: the input) contains a separate head, or an NVFP4 copy of the embedding as head. In all other cases this value
+    /// changes nothing: the head is the embedding, which is stored once, in f16
     Bf16,
 }
 

@@ -120,8 +120,8 @@ pub struct DataSettings {
     pub eval_data: Option<PathBuf>,
     /// Share of the training rows that are held out.
     #[arg(long, value_name = "SHARE", alias = "val-size", alias = "val-set-size", help = format!(
-        "Share of the training rows held out for evaluation: at least 1 row (none of fewer than 10), and at most {MOST_EVALUATED} rows. After the first row, \
-         rows are held out only as long as all of them together make at most {MOST_EVALUATED} sequences"
+        "Share of the training rows held out for evaluation: at least 1 row (none of fewer than 10), and at most {MOST_EVALUATED} rows. A long row can be cut into \
+         several sequences; after the first row, rows are held out only as long as all of them together make at most {MOST_EVALUATED} sequences"
     ))]
     pub val_split: f64,
     /// Format of the data files
@@ -201,9 +201,9 @@ pub struct RecipeSettings {
     #[arg(long, value_parser = parser::<Auto<Scaling>>())]
     #[serde(with = "by_name")]
     pub scales: Auto<Scaling>,
-    /// Give the q, k and v weights of a block one common f32 scale, and its gate and up weights another. Other engines join q, k
-    /// and v into one matrix, and gate and up into a second, and each joined matrix has one f32 scale. Without this flag,
-    /// export-hf to an NVFP4 format may have to round 8-bit scales again, which can change a few codes
+    /// Give the q, k and v weights of a block one common f32 scale, and its gate and up weights another. Inference engines
+    /// join q, k and v into one matrix, and gate and up into a second, and each joined matrix has one f32 scale. So without this
+    /// flag, an export to an NVFP4 format of export-hf may have to round the 8-bit scales again, which can change a few codes
     #[arg(long, num_args = 0..=1, default_missing_value = "true", action = Set, value_name = "BOOL")]
     pub share_scales: bool,
     /// Number format in which the model computes
@@ -370,7 +370,7 @@ pub struct SavingSettings {
          the current step",
         &format!(
             ". With this default, a checkpoint is left out in two cases: the previous one is still being written, or with this \
-             checkpoint, training would have spent more than {:.0} % of its time waiting for checkpoints. This time is counted from \
+             checkpoint, training would have spent more than {:.0} % of its time waiting for checkpoints. Both times are counted from \
              the step at which training began or was resumed, and the program assumes that the next checkpoint takes as long as \
              the previous one. The first checkpoint and the one after the last step are always written",
             100.0 * SAVING_SHARE
