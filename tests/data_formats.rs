@@ -58,6 +58,8 @@ fn one_conversation_is_the_same_in_every_format() {
         ("alpaca", format!("[{alpaca}]")),
         ("alpaca", r#"{"instruction": "Who are you?", "output": "I am tiny.", "history": []}"#.to_owned()),
         ("alpaca", r#"{"instruction": "Who are you?", "output": "I am tiny.", "history": null}"#.to_owned()),
+        ("alpaca", r#"{"instruction": " ", "input": "Who are you?", "output": "I am tiny."}"#.to_owned()),
+        ("alpaca", r#"{"instruction": "", "input": "Who are you?", "output": "I am tiny."}"#.to_owned()),
         ("completion", r#"{"prompt": "Who are you?", "completion": "I am tiny."}"#.to_owned()),
         ("completion", format!(r#"{{"prompt": [{user}], "completion": [{assistant}]}}"#)),
         ("completion", "\n\n{\"completion\": \"I am tiny.\", \"prompt\": \"Who are you?\"}\n\n".to_owned()),
@@ -432,6 +434,17 @@ fn a_message_of_weight_0_is_not_supervised() {
     let (tokens, both) = supervised(["", ""]);
     let (first, second) =
         (supervised([r#", "weight": 1"#, r#", "weight": 0"#]), supervised([r#", "weight": 0.0"#, ""]));
+    // The turns of ShareGPT may have weights, too.
+    let of_turns = |weight: &str| {
+        let turn = |from: &str, text: &str, more: &str| format!(r#"{{"from": "{from}", "value": "{text}"{more}}}"#);
+        let turns = [turn("human", "Again.", ""), turn("gpt", "one two three", weight)];
+        let rest = [turn("human", "Again.", ""), turn("gpt", "four", "")];
+        let row = format!(r#"{{"conversations": [{}, {}]}}"#, turns.join(", "), rest.join(", "));
+        std::fs::write(d.join("row.jsonl"), row).unwrap();
+        let line = plan(d, "row.jsonl", &[]).unwrap();
+        line.rsplit_once(", ").unwrap().1.trim_end_matches(" supervised").parse::<u32>().unwrap()
+    };
+    assert_eq!((of_turns(""), of_turns(r#", "weight": 0"#)), (both, second.1));
     // A row ends with its last learned answer.
     assert!(second.0 == tokens && first.0 != tokens, "{first:?} {second:?} {tokens}");
     assert!(first.1 > second.1 && first.1 + second.1 == both, "{first:?} {second:?} {both}");
@@ -650,6 +663,10 @@ fn tab_separated_rows_are_read_as_people_write_them() {
     };
     assert_eq!(of("# a comment\n\nWho?\tI.\n\n"), ("3".to_owned(), expected.clone()));
     assert_eq!(of("prompt\ttarget\nWho?\tI."), ("2".to_owned(), expected.clone()));
+    assert_eq!(of("Question\tResponse\nWho?\tI."), ("2".to_owned(), expected.clone()));
+    // Only the first row can be names, and a row of one name is a row.
+    assert_eq!(of("Who?\tI.\nquestion\tanswer\n").0, "1");
+    assert_eq!(of("question\tWho?\nWho?\tI.\n").0, "1");
     assert_eq!(of("\u{feff}Who?\tI.\r\n"), ("1".to_owned(), expected.clone()));
     assert_eq!(of("Who?\tI.\tYou.\n"), ("1".to_owned(), expected.replace("I.", "I.\tYou.")));
 }
@@ -715,7 +732,29 @@ fn a_broken_row_is_named_by_its_file_and_line() {
             "{\"conversations\": [{\"from\": \"function_call\", \"value\": \"a(\"}]}".to_owned(),
             ":1: turn 1: the call is not JSON",
         ),
-        ("x.jsonl", "{\"instruction\": \"a\", \"output\": \"\"}".to_owned(), ":1: message 2: \"content\" is empty"),
+        (
+            "x.jsonl",
+            "{\"conversations\": [{\"from\": \"gpt\", \"value\": \" \"}]}".to_owned(),
+            ":1: turn 1: \"value\" is empty",
+        ),
+        ("x.jsonl", "{\"instruction\": \"a\", \"output\": \"\"}".to_owned(), ":1: \"output\" is empty; write it"),
+        ("x.jsonl", "{\"instruction\": \"\", \"output\": \"b\"}".to_owned(), ":1: \"instruction\" is empty; write it"),
+        (
+            "x.jsonl",
+            "{\"instruction\": \"a\", \"output\": \"b\", \"history\": [[\"c\", \"\"]]}".to_owned(),
+            ":1: turn 1 of \"history\" has an empty prompt or answer",
+        ),
+        // An object of several lines, and one that was cut.
+        (
+            "x.json",
+            "{\n\"prompt\": \"a\",\n\"completion\": \"b\"\n}".to_owned(),
+            ":1: the object does not end in this line",
+        ),
+        (
+            "x.jsonl",
+            format!("{good}\n{}", &good[..50]),
+            ":2: the object does not end in this line; write each row in one",
+        ),
         ("x.jsonl", "{\"instruction\": [], \"output\": \"b\"}".to_owned(), ":1: no \"instruction\"; it must be text"),
         ("x.jsonl", "{\"instruction\": \"a\", \"output\": 3}".to_owned(), ":1: no \"output\"; it must be text"),
         (

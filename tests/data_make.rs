@@ -121,9 +121,10 @@ fn a_recipe_or_a_file_that_cannot_be_is_refused() {
         ("many.toml", "dedupe = 'prompts'\n[[rows]]\nprompt = 'a'\nanswer = 'b'\npick = 'random'\ncount = 2"),
         ("tab.toml", "[[rows]]\npairs = [[\"a\\tb\", 'c']]"),
         ("comment.toml", "[[rows]]\npairs = [['# a', 'c']]"),
-        ("columns.toml", "header = \"question\\tanswer\"\n[[rows]]\npairs = [['a', 'c']]"),
+        ("columns.toml", "header = \"name\\tanswer\"\n[[rows]]\npairs = [['a', 'c']]"),
         ("lines.toml", "header = \"# a\\nb\"\n[[rows]]\npairs = [['a', 'c']]"),
         ("header.toml", "header = '# a'\n[[rows]]\npairs = [['prompt', 'target'], ['a', 'c']]"),
+        ("other.toml", "[[rows]]\npairs = [['Question', 'Answer'], ['a', 'c']]"),
     ] {
         fs::write(d.join(name), text).unwrap();
     }
@@ -134,8 +135,9 @@ fn a_recipe_or_a_file_that_cannot_be_is_refused() {
         ("many.toml", "x.tsv", "many.toml: rows 1: 1 of 2 rows are made"),
         ("tab.toml", "x.tsv", "contains a tab or a line break"),
         ("comment.toml", "x.tsv", "its prompt begins with #"),
-        ("columns.toml", "x.tsv", "columns.toml: header \"question\\tanswer\": a .tsv file can begin with"),
+        ("columns.toml", "x.tsv", "columns.toml: header \"name\\tanswer\": a .tsv file can begin with"),
         ("lines.toml", "x.tsv", "lines.toml: header \"# a\\nb\": a .tsv file can begin with"),
+        ("other.toml", "x.tsv", "other.toml: the first row would be"),
         ("header.toml", "x.tsv", "the first row would be read as a header; add header = \"prompt\\ttarget\", or write"),
         ("recipe.toml", "x.txt", "--output x.txt: the name must end in .tsv or .jsonl"),
         ("recipe.toml", "there.tsv", "--output there.tsv: the file exists; choose another name, or give --overwrite"),

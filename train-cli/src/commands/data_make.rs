@@ -4,7 +4,7 @@ use crate::{
     CliError,
     args::MakeArgs,
     data::{
-        format::HEADER,
+        format::{HEADER, is_header},
         make::{Balance, Counted, MadeRow, RowRecipe},
     },
     durable,
@@ -69,8 +69,8 @@ impl Written {
                 let lines = rows.iter().map(tsv).collect::<Result<String, _>>()?;
                 let columns = HEADER.join("\t");
                 // A comment in front of it does not help.
-                let is_header = |row: &MadeRow| [row.prompt.as_str(), row.answer.as_str()] == HEADER;
-                if rows.first().is_some_and(is_header) && header != Some(columns.as_str()) {
+                let reads_as_header = |row: &MadeRow| is_header(&row.prompt, &row.answer);
+                if rows.first().is_some_and(reads_as_header) && !header.is_some_and(names_columns) {
                     let remedy = format!("add header = {columns:?}, or write a .jsonl file");
                     return Err(format!("the first row would be read as a header; {remedy}"));
                 }
@@ -84,11 +84,16 @@ impl Written {
 /// A header as the first line of a tab-separated file, if a run that reads the file skips it.
 fn first_line(header: &str) -> Result<String, String> {
     let is_comment = header.starts_with('#') && !header.contains(['\n', '\r']);
-    if header != HEADER.join("\t") && !is_comment {
-        let why = "a .tsv file can begin with \"prompt\\ttarget\", or with one line that starts with #";
+    if !names_columns(header) && !is_comment {
+        let why = "a .tsv file can begin with names of columns, such as \"prompt\\ttarget\", or with one line that starts with #";
         return Err(format!("header {header:?}: {why}; write one of these, or leave the header out"));
     }
     Ok(format!("{header}\n"))
+}
+
+/// Whether a run that reads the file takes a first line for the names of its columns.
+fn names_columns(line: &str) -> bool {
+    line.split_once('\t').is_some_and(|(prompt, answer)| is_header(prompt, answer))
 }
 
 /// A row as a line of a tab-separated file, if it can be one.

@@ -212,8 +212,8 @@ fn messages(mut row: Map<String, Value>) -> Result<Row<'static>, String> {
     Ok(Row::Conversation(Conversation::of_messages(messages, tools(&mut row)?)?))
 }
 
-/// `{"conversations": [{"from": …, "value": …}, …], "system": …, "tools": …}`, where the last two are optional. The call of
-/// a function is JSON in the value.
+/// `{"conversations": [{"from": …, "value": …}, …], "system": …, "tools": …}`, where the last two are optional, and so is the
+/// `weight` of a turn. The call of a function is JSON in the value.
 fn sharegpt(mut row: Map<String, Value>) -> Result<Row<'static>, String> {
     let mut messages: Vec<Value> = optional(&row, "system")?.map(system).into_iter().collect();
     let turns = list(&mut row, "conversations")?;
@@ -224,7 +224,10 @@ fn sharegpt(mut row: Map<String, Value>) -> Result<Row<'static>, String> {
             turn.get(key).and_then(Value::as_str).ok_or_else(|| at(&format!("no {key:?}; it must be text")))
         };
         let (from, value) = (text("from")?, text("value")?);
-        messages.push(match from {
+        if value.trim().is_empty() {
+            return Err(at(&empty("value")));
+        }
+        let mut message = match from {
             "human" | "user" => json!({"role": "user", "content": value}),
             "gpt" | "assistant" => json!({"role": "assistant", "content": value}),
             "system" => system(value),
@@ -237,24 +240,30 @@ fn sharegpt(mut row: Map<String, Value>) -> Result<Row<'static>, String> {
                 json!({"role": "assistant", "content": "", "tool_calls": calls})
             }
             _ => return Err(at(&format!("{from:?} is unknown; use human, gpt, system, observation or function_call"))),
-        });
+        };
+        if let Some(weight) = turn.get("weight") {
+            message["weight"] = weight.clone();
+        }
+        messages.push(message);
     }
     Ok(Row::Conversation(Conversation::of_messages(messages, tools(&mut row)?)?))
 }
 
 /// `{"instruction": …, "input": …, "output": …, "system": …, "history": [[prompt, answer], …]}`, where `input`, `system` and
-/// `history` are optional. The input follows the instruction on a line of its own. The history holds the earlier turns, which are
-/// supervised too, as in LLaMA-Factory.
+/// `history` are optional. The input follows the instruction on a line of its own, or is the prompt if the instruction is empty.
+/// The history holds the earlier turns, which are supervised too, as in LLaMA-Factory.
 fn alpaca(row: Map<String, Value>) -> Result<Row<'static>, String> {
-    let mut prompt = text(&row, "instruction")?.to_owned();
-    if let Some(input) = optional(&row, "input")? {
-        prompt = format!("{prompt}\n{input}");
+    let (instruction, input) = (text(&row, "instruction")?, optional(&row, "input")?);
+    let instruction = Some(instruction).filter(|instruction| !instruction.trim().is_empty());
+    let prompt = instruction.into_iter().chain(input).collect::<Vec<_>>().join("\n");
+    if prompt.is_empty() {
+        return Err(empty("instruction"));
     }
+    let answer = Some(text(&row, "output")?).filter(|answer| !answer.trim().is_empty());
+    let answer = answer.ok_or_else(|| empty("output"))?;
     let messages = optional(&row, "system")?.map(system).into_iter().chain(history(&row)?);
-    let messages = messages.chain([
-        json!({"role": "user", "content": prompt}),
-        json!({"role": "assistant", "content": text(&row, "output")?}),
-    ]);
+    let messages =
+        messages.chain([json!({"role": "user", "content": prompt}), json!({"role": "assistant", "content": answer})]);
     Ok(Row::Conversation(Conversation::of_messages(messages.collect(), None)?))
 }
 
@@ -274,6 +283,12 @@ fn history(row: &Map<String, Value>) -> Result<Vec<Value>, String> {
                 i + 1
             ));
         };
+        if prompt.trim().is_empty() || answer.trim().is_empty() {
+            return Err(format!(
+                "turn {} of \"history\" has an empty prompt or answer; write it, or remove the turn",
+                i + 1
+            ));
+        }
         messages.push(json!({"role": "user", "content": prompt}));
         messages.push(json!({"role": "assistant", "content": answer}));
     }
@@ -293,13 +308,20 @@ fn completion(mut row: Map<String, Value>) -> Result<Row<'static>, String> {
 /// `{"text": …}`.
 fn document(row: Map<String, Value>) -> Result<Row<'static>, String> {
     match text(&row, "text")? {
-        "" => Err("\"text\" is empty; write it or remove the row".into()),
+        "" => Err(empty("text")),
         text => Ok(Row::Document(text.to_owned().into())),
     }
 }
 
-/// The names of the columns of tab-separated rows. A first line of these is a header.
+/// The names of the columns of tab-separated rows, in files that this program writes.
 pub const HEADER: [&str; 2] = ["prompt", "target"];
+
+/// Whether a prompt and an answer are names of columns, in any case of their letters. A first line of these is a header.
+pub fn is_header(prompt: &str, answer: &str) -> bool {
+    let is_any = |text: &str, names: &[&str]| names.iter().any(|name| text.trim().eq_ignore_ascii_case(name));
+    is_any(prompt, &["prompt", "instruction", "question", "input"])
+        && is_any(answer, &["target", "completion", "response", "answer", "output"])
+}
 
 /// A line is a prompt, a tab and the answer. Lines that start with `#` are comments, and a first line may be a header.
 fn tsv(content: &str) -> impl Iterator<Item = (usize, Result<Row<'_>, String>)> {
@@ -308,7 +330,7 @@ fn tsv(content: &str) -> impl Iterator<Item = (usize, Result<Row<'_>, String>)> 
         let Some((prompt, answer)) = line.split_once('\t') else {
             return (number, Err("no tab; a row is a prompt, a tab and the answer".into()));
         };
-        if std::mem::take(&mut first) && [prompt, answer] == HEADER {
+        if std::mem::take(&mut first) && is_header(prompt, answer) {
             return (number, Ok(Row::Header));
         }
         (number, Conversation::of_pair(prompt, answer).map(Row::Conversation))
@@ -328,7 +350,9 @@ fn objects(content: &str) -> Box<dyn Iterator<Item = Object> + '_> {
     if content.trim_start().starts_with('[') {
         return Box::new(elements(content).map(move |(place, value)| (place, object(value))));
     }
-    let of_line = move |line: &str| object(json::parse(line).map_err(Wrong::from));
+    let of_line = move |line: &str| {
+        object(json::parse(line).map_err(|error| if error.is_eof() { cut_line().into() } else { Wrong::from(error) }))
+    };
     Box::new(lines(content).map(move |(number, line)| (Origin::of_line(number), of_line(line))))
 }
 
@@ -393,6 +417,16 @@ fn elements(content: &str) -> impl Iterator<Item = (Origin, Result<Value, Wrong>
 /// The lines that are not empty, counted from 1.
 fn lines(content: &str) -> impl Iterator<Item = (usize, &str)> {
     content.lines().enumerate().map(|(i, line)| (i + 1, line)).filter(|(_, line)| !line.trim().is_empty())
+}
+
+/// What is wrong with a line that ends within a JSON object.
+fn cut_line() -> String {
+    "the object does not end in this line; write each row in one line, or all rows in one array ([ … ]); or the file was cut".into()
+}
+
+/// What is wrong with an empty field that a row needs.
+fn empty(key: &str) -> String {
+    format!("{key:?} is empty; write it or remove the row")
 }
 
 fn system(text: &str) -> Value {
