@@ -1,7 +1,7 @@
 //! A wrong flag or a wrong file ends the program with its exit code and a message that names it.
 
 use crate::support::{
-    files::{command, ok, run, tiny_model},
+    files::{command, ok, refused, run, tiny_model},
     skipped_for,
 };
 use std::path::Path;
@@ -72,7 +72,7 @@ fn cases() -> Vec<Case> {
         (fit(&["-d", "empty-target.tsv"]), 3, "empty-target.tsv:1: prompt or answer is empty"),
         (fit(&["-d", "empty.tsv"]), 3, "empty.tsv: no rows in it"),
         (fit(&["-d", "bad.jsonl"]), 3, "bad.jsonl:1: no assistant message"),
-        (fit(&["-d", "broken.jsonl"]), 3, "broken.jsonl:1:14: not JSON: EOF"),
+        (fit(&["-d", "broken.jsonl"]), 3, "broken.jsonl:1: the object does not end in this line"),
         (fit(&["-d", "norole.jsonl"]), 3, "norole.jsonl:1: message 1: no \"role\""),
         (fit(&["-d", "role.jsonl"]), 3, "message 1: role \"bot\""),
         (fit(&["-d", "parts.jsonl"]), 3, "a part that is not text"),
@@ -268,6 +268,33 @@ fn flags_win_over_the_config_file_and_the_file_over_defaults() {
     let plan = ok(d, &["fit", "--dry-run", "-c", "settings.toml", "-m", "m", "--learning-rate", "0.25"]);
     for line in ["model = \"m\"", "learning_rate = 0.25", "batch_size = 3", "weight_decay = 0.0", "clip = \"auto\""] {
         assert!(plan.lines().any(|l| l == line), "{line:?} is missing in:\n{plan}");
+    }
+    // The two ways to say how long a run is are one setting here.
+    std::fs::write(d.join("settings.toml"), format!("{file}max_steps = 5\n")).unwrap();
+    for (typed, length) in [
+        (&["--num-train-epochs", "2"][..], "num_train_epochs = 2.0"),
+        (&["--num-train-epochs", "2", "--max-steps", "7"], "max_steps = 7"),
+        (&[], "max_steps = 5"),
+    ] {
+        let plan = ok(d, &[&["fit", "--dry-run", "-c", "settings.toml", "-m", "m"], typed].concat());
+        assert!(plan.lines().any(|l| l == length), "{length:?} is missing in:\n{plan}");
+        assert_eq!(plan.contains("max_steps"), length.contains("max_steps"), "{plan}");
+    }
+    // The outputs that the file names may be those of another run.
+    for key in ["output_dat", "vram_report"] {
+        let output = if key == "output_dat" { "there.dat" } else { "there.json" };
+        std::fs::write(d.join(output), "what another run wrote").unwrap();
+        std::fs::write(d.join("settings.toml"), format!("{file}{key} = {output:?}\n")).unwrap();
+        let words = ["fit", "-c", "settings.toml", "-m", "m", "--dry-run"];
+        let said = refused(d, &words, 2);
+        let flag = key.replace('_', "-");
+        assert!(
+            said.contains(&format!("--{flag} ")) && said.contains("the file exists; choose another name"),
+            "{said}"
+        );
+        ok(d, &[&words[..], &["--overwrite"]].concat());
+        ok(d, &[&words[..], &[&format!("--{flag}"), output]].concat());
+        assert_eq!(std::fs::read_to_string(d.join(output)).unwrap(), "what another run wrote");
     }
 }
 

@@ -119,8 +119,12 @@ fn a_run_that_was_killed_before_its_first_checkpoint_starts_again() {
     // The folder knows the settings of the run.
     let out = run(d, &["fit", "--resume-from-checkpoint", "killed"]);
     let stderr = String::from_utf8_lossy(&out.stderr);
-    assert!(out.status.success() && stderr.contains("starts at its first step"), "{stderr}");
+    assert!(out.status.success() && stderr.contains("has no checkpoint yet: the run starts at its first step"), "{stderr}");
     same_weights(d, ["whole", "killed"]);
+    // A name that was mistyped shows.
+    let out = run(d, &[&fit("typo")[..], &["--resume-from-checkpoint", "--dry-run"]].concat());
+    let stderr = String::from_utf8_lossy(&out.stderr);
+    assert!(out.status.success() && stderr.contains("typo is not there: the run starts at its first step"), "{stderr}");
 
     // Killed before the folder was made, or before anything but its lock was in it.
     for name in ["not-made", "locked"] {
@@ -681,7 +685,7 @@ fn a_dry_run_refuses_what_a_run_refuses() {
         assert!(with(&["-m", "m", "--device", "cpu", "--data", "absent.tsv"], 2).contains("absent.tsv"));
     }
     // What makes no sense is refused by `estimate`, too. A run for which there is too little memory is predicted.
-    fs::write(d.join("nine.tsv"), "question\tanswer\n".repeat(9)).unwrap();
+    fs::write(d.join("nine.tsv"), "a question\tanswer\n".repeat(9)).unwrap();
     for (words, said) in [
         (&["-d", "m/demo.tsv", "--device", "vulkan", "--compute-dtype", "tf32"][..], "only CUDA has TF32"),
         (&["-d", "m/demo.tsv", "--device", "cpu", "--compute-dtype", "bf16"], "the CPU computes in f32"),
@@ -726,7 +730,7 @@ fn a_memory_limit_is_judged_by_the_real_rows() {
     config["vocab_size"] = (1 << 17).into();
     config["max_position_embeddings"] = 4096.into();
     fs::write(d.join("m/config.json"), config.to_string()).unwrap();
-    fs::write(d.join("short.tsv"), "question\tanswer\n".repeat(20)).unwrap();
+    fs::write(d.join("short.tsv"), "a question\tanswer\n".repeat(20)).unwrap();
     fs::write(d.join("long.tsv"), format!("question\t{}\n", "answer ".repeat(8000))).unwrap();
     let words = |data: &'static str| {
         let words =
@@ -734,6 +738,8 @@ fn a_memory_limit_is_judged_by_the_real_rows() {
         [&words[..], &["--dry-run", "--overlong", "truncate", "--memory-limit", "400MiB"]].concat()
     };
     ok(d, &words("short.tsv"));
+    // A run never has more sequences at once than it trains on.
+    ok(d, &[&words("short.tsv")[..], &["--batch-size", "4096", "--num-train-epochs", "1"]].concat());
     let stderr = refused(d, &words("long.tsv"), 4);
     assert!(stderr.contains("the run would need") && stderr.contains("--memory-limit is 400 MiB"), "{stderr}");
 }

@@ -437,6 +437,27 @@ fn a_checkpoint_is_resumed_in_its_own_run_or_not_at_all() {
     assert!(code == Some(0) && d.join("r/checkpoint-9").exists(), "{code:?}: {said}");
 }
 
+/// A copy of a run that is made longer leaves the `.dat` file of the original where that one can be found.
+#[test]
+fn a_copy_of_a_run_keeps_the_export_of_the_original() {
+    let dir = tempfile::tempdir().unwrap();
+    let d = dir.path();
+    complete(d);
+    let exported = fs::read(d.join("r.dat")).unwrap();
+    assert!(Command::new("cp").args(["-r", "r", "copy"]).current_dir(d).status().unwrap().success());
+    let longer = |run: &'static str, steps: &'static str| {
+        let (code, said) = ended(d, &["fit", "--resume-from-checkpoint", run, "--max-steps", steps]);
+        assert_eq!(code, Some(0), "{said}");
+        said
+    };
+    assert!(longer("copy", "7").contains("r.dat.kept-1"));
+    assert!(fs::read(d.join("r.dat.kept-1")).unwrap() == exported && fs::read(d.join("r.dat")).unwrap() != exported);
+    // From then on the file is the copy's. What a run that has only moved exported is its own.
+    assert!(!longer("copy", "8").contains(".kept-"));
+    fs::rename(d.join("copy"), d.join("moved")).unwrap();
+    assert!(!longer("moved", "9").contains(".kept-"));
+}
+
 /// Whoever made a run folder chose the outputs that its record names.
 #[test]
 fn outputs_that_only_a_received_run_names_replace_no_file_of_the_user() {

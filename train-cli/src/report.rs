@@ -171,14 +171,23 @@ pub fn duration(seconds: f64) -> String {
     }
 }
 
-/// A word that a shell reads as it is, on one line.
+/// A word that a shell reads as it is, on one line. Control characters are escaped, as bash and zsh read them.
 pub fn quoted(text: &str) -> String {
     let plain = |c: char| c.is_alphanumeric() || "-_./:,+@".contains(c);
     if !text.is_empty() && text.chars().all(plain) {
         return text.to_owned();
     }
-    let text: String = text.chars().map(|c| if c.is_control() { ' ' } else { c }).collect();
-    format!("'{}'", text.replace('\'', "'\\''"))
+    if !text.contains(char::is_control) {
+        return format!("'{}'", text.replace('\'', "'\\''"));
+    }
+    let escaped = |c: char| match c {
+        '\'' | '\\' => format!("\\{c}"),
+        '\n' => "\\n".to_owned(),
+        '\t' => "\\t".to_owned(),
+        c if c.is_control() => format!("\\u{:04x}", u32::from(c)),
+        c => c.to_string(),
+    };
+    format!("$'{}'", text.chars().map(escaped).collect::<String>())
 }
 
 fn to_stderr(text: &str) {
@@ -189,7 +198,20 @@ fn to_stderr(text: &str) {
 
 #[cfg(test)]
 mod tests {
-    use super::{BOLD_GREEN, GREEN, labeled, size};
+    use super::{BOLD_GREEN, GREEN, labeled, quoted, size};
+
+    #[test]
+    fn a_quoted_word_is_one_line_that_a_shell_reads_back() {
+        for (text, expected) in [
+            ("a-b", "a-b"),
+            ("", "''"),
+            ("it's", r"'it'\''s'"),
+            ("a\nb", r"$'a\nb'"),
+            ("it's \\\t\u{1b}", r"$'it\'s \\\t\u001b'"),
+        ] {
+            assert_eq!(quoted(text), expected);
+        }
+    }
 
     /// Web pages ask for a contrast of 4.5 between a text and what is behind it (WCAG 2, AA).
     #[test]

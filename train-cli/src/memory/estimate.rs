@@ -67,14 +67,15 @@ impl Sizes {
 }
 
 impl Estimate {
-    /// Predicts the memory of a plan that computes in `precision`, whose longest row has `longest` tokens.
-    pub fn of(c: &Qwen3Config, plan: &Plan, precision: Precision, longest: usize) -> Self {
+    /// Predicts the memory of a plan that computes in `precision`, whose largest micro-batch has `sequences` sequences, and whose
+    /// longest sequence has `longest` tokens.
+    pub fn of(c: &Qwen3Config, plan: &Plan, precision: Precision, sequences: usize, longest: usize) -> Self {
         let s = Sizes::of(c);
         let (optimizer, memory) = (&plan.settings.optimizer, &plan.settings.memory);
         let value = precision.dtype().size() as f64;
         let master = plan.master(precision);
         let length = order::padded_len(longest);
-        let tokens = (optimizer.batch_size * length) as f64;
+        let tokens = (sequences * length) as f64;
         // With --train-last-layers only the last blocks have gradients, optimizer states and stored inputs.
         let (trained, all) = match plan.settings.model.train_last_layers {
             0 => (s.blocks, true),

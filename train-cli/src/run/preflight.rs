@@ -231,7 +231,9 @@ pub fn check_settings(plan: &Plan, inputs: &Inputs, scaling: Scaling, master: Ma
 impl Forecast {
     /// Predicts the run of a plan over its inputs on a device that computes in `precision`.
     pub fn of(plan: &Plan, inputs: &Inputs, device: DeviceChoice, precision: Precision) -> Self {
-        let mut estimate = Estimate::of(&inputs.config, plan, precision, inputs.longest_row());
+        let order = inputs.order(plan);
+        let sequences = plan.settings.optimizer.batch_size.min(order.limit.max(inputs.eval.len())).max(1);
+        let mut estimate = Estimate::of(&inputs.config, plan, precision, sequences, inputs.longest_row());
         let (free, of_the_host) = (free::on_device(device), free::is_the_hosts(device));
         let space = Space { limit: plan.memory_limit, free };
         let one_batch = plan.settings.optimizer.gradient_accumulation_steps == 1;
@@ -243,7 +245,7 @@ impl Forecast {
         estimate.keep(kept);
         let undo = Undo::of(plan, &estimate, space, device);
         let fits = space.has(estimate.peak() + undo.bytes() + estimate.trained());
-        let saving = room(&plan.settings.saving, inputs.order(plan).steps, of_the_host, fits);
+        let saving = room(&plan.settings.saving, order.steps, of_the_host, fits);
         Self { estimate, device, space, undo, saving, gathers, kept }
     }
 

@@ -1,11 +1,15 @@
 //! The outputs that only the record of a run names. Whoever made a run folder chose the paths in its record. So a resumed run
 //! replaces a file outside its folder only if the user has named the file, or the run has written it.
 
-use super::{checkpoint::FINAL, results::Results};
+use super::{
+    checkpoint::{CONFIG, FINAL},
+    results::Results,
+};
 use crate::{
     CliError,
     durable::{self, FileRecord},
     report,
+    settings::Layer,
 };
 use model_qwen3::file;
 use serde::{Deserialize, de::IgnoredAny};
@@ -43,11 +47,23 @@ pub fn set_aside(file: &Path, run: &Path) -> Result<(), CliError> {
     Ok(())
 }
 
-/// Whether a file is what the run has exported: as its record says, or, if it was killed before it wrote that, as in `final`.
+/// Whether a file is what the run has exported: as its record says, or, if it was killed before it wrote that, as in `final`. If
+/// the run is a copy of another one that is still there, the file is that one's.
 fn is_export(file: &Path, run: &Path) -> Result<bool, CliError> {
+    if is_copy(run) {
+        return Ok(false);
+    }
     let Ok(found) = FileRecord::of(file) else { return Ok(false) };
     let recorded = Results::whole(run)?.and_then(|results| results.output_dat);
     Ok(recorded.as_ref() == Some(&found) || durable::lists(&run.join(FINAL), &found))
+}
+
+/// Whether the settings of a run name another folder as theirs, which is there. The first run that resumes in it names it anew.
+fn is_copy(run: &Path) -> bool {
+    let settings = Layer::of_file(&run.join(CONFIG));
+    let named = settings.ok().and_then(|settings| settings.get("output_dir")?.as_str().map(PathBuf::from));
+    let of = |folder: &Path| folder.canonicalize().ok();
+    named.and_then(|named| of(&named)).is_some_and(|named| of(run) != Some(named))
 }
 
 /// Whether a file is a memory report, which a run writes anew.

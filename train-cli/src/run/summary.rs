@@ -115,7 +115,7 @@ impl Summary {
 
     /// The figures of the run, with their names.
     pub fn figures(&self) -> Vec<(&'static str, String)> {
-        let (speeds, memory) = (self.sorted(|step| step.tokens_per_second), self.memory());
+        let memory = self.memory();
         let seconds = self.results.as_ref().map(|results| results.train_runtime);
         let (lowest, last) = (self.lowest(), self.evaluations.last());
         let mut figures = vec![
@@ -129,7 +129,7 @@ impl Summary {
                 "lowest evaluation loss",
                 lowest.map_or("–".to_owned(), |(step, loss)| format!("{loss:.4} after step {step}")),
             ),
-            ("tokens/s, median", speeds.get(speeds.len() / 2).map_or("–".to_owned(), |speed| format!("{speed:.0}"))),
+            ("tokens/s, median", self.median_speed().map_or("–".to_owned(), |speed| format!("{speed:.0}"))),
             ("memory, largest", memory.last().map_or("–".to_owned(), |mib| format!("{mib:.0} MiB"))),
             ("time of the training", seconds.map_or("–".to_owned(), report::duration)),
         ];
@@ -152,7 +152,6 @@ impl Summary {
     /// The figures of the run as numbers, by their names in its files. What there is not is null.
     pub fn numbers(&self) -> Map<String, Value> {
         let (last, lowest, results) = (self.evaluations.last(), self.lowest(), self.results.as_ref());
-        let speeds = self.sorted(|step| step.tokens_per_second);
         let numbers = json!({
             "run": self.name(),
             "folder": self.folder.display().to_string(),
@@ -168,7 +167,7 @@ impl Summary {
             "eval_loss_master": last.and_then(|line| line.eval_loss_master),
             "lowest_eval_loss": lowest.map(|(_, loss)| loss),
             "lowest_eval_step": lowest.map(|(step, _)| step),
-            "tokens_per_second": speeds.get(speeds.len() / 2),
+            "tokens_per_second": self.median_speed(),
             "memory_mib": self.memory().last(),
             "train_runtime": results.map(|results| results.train_runtime),
             "checkpoints": self.checkpoints,
@@ -204,6 +203,11 @@ impl Summary {
     fn memory(&self) -> Vec<f64> {
         let peaks = self.sorted(|step| step.peak_memory_mib.map(|mib| mib as f64));
         if peaks.is_empty() { self.sorted(|step| step.memory_mib.map(|mib| mib as f64)) } else { peaks }
+    }
+
+    /// The median of the steps' tokens in a second.
+    fn median_speed(&self) -> Option<f64> {
+        median(&self.sorted(|step| step.tokens_per_second))
     }
 
     /// A figure of all steps, from the smallest to the largest.
@@ -368,4 +372,23 @@ pub fn write(run: &Path) -> Result<(), CliError> {
 /// A loss, if there is one.
 fn shown(loss: Option<f64>) -> String {
     loss.map_or("–".to_owned(), |loss| format!("{loss:.4}"))
+}
+/// The median of values in order: of an even number of them, the mean of the two in the middle.
+fn median(sorted: &[f64]) -> Option<f64> {
+    let (below, above) = (sorted.get(sorted.len().saturating_sub(1) / 2)?, sorted.get(sorted.len() / 2)?);
+    Some(f64::midpoint(*below, *above))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::median;
+
+    #[test]
+    fn a_median_lies_in_the_middle() {
+        assert_eq!(median(&[]), None);
+        assert_eq!(median(&[3.0]), Some(3.0));
+        assert_eq!(median(&[1.0, 4.0]), Some(2.5));
+        assert_eq!(median(&[1.0, 2.0, 9.0]), Some(2.0));
+        assert_eq!(median(&[1.0, 2.0, 3.0, 9.0]), Some(2.5));
+    }
 }

@@ -61,7 +61,7 @@ impl Layer {
                 return Err(format!("{key}: the number must be finite"));
             }
             let alone = Value::Object(Map::from_iter([(key.clone(), value.clone())]));
-            serde_json::from_value::<Settings>(alone).map_err(|e| format!("{key} = {value}: {e}"))?;
+            serde_json::from_value::<Settings>(alone).map_err(|e| format!("{key} = {value}: {}", in_words(&e)))?;
         }
         Ok(Self(table))
     }
@@ -107,6 +107,11 @@ impl Layer {
         self
     }
 
+    /// Takes a setting out of this layer.
+    pub fn remove(&mut self, key: &str) {
+        self.0.remove(key);
+    }
+
     /// This layer, with the settings that a resumed run may change as `last` has them.
     #[must_use]
     pub fn with_free_of(mut self, last: Self) -> Self {
@@ -123,6 +128,21 @@ impl Layer {
     pub fn over_defaults(self) -> Result<Settings, CliError> {
         serde_json::from_value(Value::Object(self.0)).map_err(|e| CliError::Usage(format!("settings: {e}")))
     }
+}
+
+/// What is wrong with a value, without the names of Rust's types.
+fn in_words(error: &serde_json::Error) -> String {
+    let text = error.to_string();
+    let Some((found, expected)) = text.split_once(", expected ") else { return text };
+    let expected = match expected {
+        "usize" | "u64" | "u32" | "u16" => "a whole number of at least 0",
+        "f64" | "f32" => "a number",
+        "a boolean" => "true or false",
+        "a string" | "path string" => "a text",
+        "a sequence" => "a list",
+        other => other,
+    };
+    format!("{found}, expected {expected}")
 }
 
 /// Whether all numbers of a value are finite. JSON has no other numbers: they become null.
@@ -199,7 +219,13 @@ mod tests {
         for (text, said) in [
             ("step_mode = \"whole\"", "there is one way to make a step"),
             ("learning_rat = 1.0", "unknown setting `learning_rat`"),
-            ("batch_size = \"two\"", "batch_size = \"two\": invalid type"),
+            ("batch_size = \"two\"", "batch_size = \"two\": invalid type: string \"two\", expected a whole number"),
+            ("batch_size = -1", "expected a whole number of at least 0"),
+            ("batch_size = 1.5", "expected a whole number"),
+            ("learning_rate = \"x\"", "expected a number"),
+            ("packing = 1", "expected true or false"),
+            ("data = \"a.tsv\"", "expected a list"),
+            ("model = 3", "expected a text"),
             ("recipe = \"w5\"", "expected one of: bf16, w4"),
             ("learning_rate = nan", "learning_rate: the number must be finite"),
             ("optimizer_state_mode = \"nvfp4\"", "f32, int8, bf16, int4"),

@@ -252,6 +252,7 @@ fn is_recorded(file: &Path, record: Option<&FileRecord>) -> bool {
     record.is_some_and(|expected| FileRecord::of(file).is_ok_and(|found| found == *expected))
 }
 
+/// Says what to do with an export.
 fn next_steps(exported: &Path, prompt: Option<&String>) {
     // A prompt of several lines, or a long one, is no part of a command that people copy.
     let short = prompt.filter(|prompt| sample_answers::beginning(prompt) == **prompt);
@@ -263,7 +264,6 @@ fn next_steps(exported: &Path, prompt: Option<&String>) {
     report::command(format!("train-cli generate -m {folder} {flag}{}", report::quoted(prompt)));
     report::command(format!("train-cli chat -m {folder}"));
     report::command(format!("train-cli inspect {folder} --verify"));
-    report::command("train-cli fit -m <your Qwen3 folder> -d <your.jsonl> --dry-run");
 }
 
 #[cfg(test)]

@@ -32,7 +32,7 @@ use crate::{
     run::recorded_outputs,
     run::resume::{self, Resume, Resumed},
     run::summary,
-    settings::{DeviceChoice, Layer},
+    settings::{DeviceChoice, Layer, flag},
 };
 use backend_nvfp4::{DeviceServices, Nvfp4Kernels, Precision};
 use ending::{check_length, completed, is_complete, reason};
@@ -78,7 +78,12 @@ pub fn run(args: &FitArgs) -> Result<(), CliError> {
     let is_recorded = (resumed.is_some() || restarts) && !names_output;
     let dry_run = args.launch.dry_run;
     let fit = Fit { args, plan, device, lock, resumed, restarts, unnamed, is_recorded, overwrite, dry_run };
-    device::run(device, precision, fit)
+    device::run(device, precision, fit)?;
+    if args.launch.demo && !dry_run {
+        report::line("then train a model of your own:");
+        report::command("train-cli fit -m <your Qwen3 folder> -d <your.jsonl> --dry-run");
+    }
+    Ok(())
 }
 
 /// The run folder that was typed, or that the file of settings names.
@@ -107,7 +112,8 @@ pub fn planned(args: &FitArgs) -> Result<(Plan, Option<Resumed>, bool), CliError
         None => None,
     };
     if let Some(Resume::Beginning(run)) = &resume {
-        report::line(format!("{} has no checkpoint yet: the run starts at its first step", run.display()));
+        let none = if run.exists() { "has no checkpoint yet" } else { "is not there" };
+        report::line(format!("{} {none}: the run starts at its first step", run.display()));
     }
     let plan = plan_of(args, resume.as_ref())?;
     Ok(match resume {
@@ -125,18 +131,25 @@ fn plan_of(args: &FitArgs, resume: Option<&Resume>) -> Result<Plan, CliError> {
         Some(Resume::Beginning(run)) => Some(run.join(CONFIG)).filter(|file| file.exists()),
         _ => None,
     };
-    let base = match (&launch.config, resume, begun) {
+    let mut base = match (&launch.config, resume, begun) {
         (Some(file), ..) => settings_of(file)?,
         (None, Some(Resume::At(resumed)), _) => last_settings(resumed),
         (None, _, Some(file)) => Layer::of_file(&file)?,
         (None, _, None) if launch.demo => demo::settings(),
         (None, ..) => Layer::default(),
     };
+    let typed = |key: &str| args.typed.get(key).is_some();
+    // A length that is typed wins over that of a file, which may be said as a number of steps.
+    if resume.is_none() && typed("num_train_epochs") {
+        base.remove("max_steps");
+    }
     let mut settings = base.under(args.typed.clone()).over_defaults()?;
-    // The file of settings may be that of another run.
-    let unnamed = resume.is_none() && launch.config.is_some() && args.typed.get("output_dat").is_none();
-    if let Some(file) = settings.saving.output_dat.as_deref().filter(|_| unnamed) {
-        check_free("--output-dat", file, launch.overwrite)?;
+    // The file of settings may be that of another run, whose outputs are not to be replaced.
+    if resume.is_none() && launch.config.is_some() {
+        let outputs = [("output_dat", &settings.saving.output_dat), ("vram_report", &settings.logging.vram_report)];
+        for (key, file) in outputs.into_iter().filter(|(key, _)| !typed(key)) {
+            file.as_deref().map_or(Ok(()), |file| check_free(&flag(key), file, launch.overwrite))?;
+        }
     }
     let run = resume.map(|resume| match resume {
         Resume::At(resumed) => &resumed.run,
@@ -146,7 +159,7 @@ fn plan_of(args: &FitArgs, resume: Option<&Resume>) -> Result<Plan, CliError> {
         settings.saving.output_dir = Some(run.clone());
         if launch.config.is_none() {
             let named = settings.logging.vram_report.as_deref();
-            recorded_outputs::check_memory_report(named.filter(|_| args.typed.get("vram_report").is_none()))?;
+            recorded_outputs::check_memory_report(named.filter(|_| !typed("vram_report")))?;
         }
     }
     // The settings that are recorded name the model itself, not the run that it was found in.
