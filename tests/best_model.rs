@@ -359,4 +359,9 @@ fn tensorboard_gets_the_figures_of_the_log() {
     fit(d, &["-o", "r", "--overwrite"]);
     let mut names = fs::read_dir(&run).unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap());
     assert!(!names.any(|name| name.contains("tfevents")));
+    // A complete run can be reported later, and once.
+    for _ in 0..2 {
+        ok(d, &["fit", "--resume-from-checkpoint", "r", "--report-to", "tensorboard"]);
+        assert_eq!(events(&run), expected(&run));
+    }
 }

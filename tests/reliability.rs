@@ -119,7 +119,10 @@ fn a_run_that_was_killed_before_its_first_checkpoint_starts_again() {
     // The folder knows the settings of the run.
     let out = run(d, &["fit", "--resume-from-checkpoint", "killed"]);
     let stderr = String::from_utf8_lossy(&out.stderr);
-    assert!(out.status.success() && stderr.contains("has no checkpoint yet: the run starts at its first step"), "{stderr}");
+    assert!(
+        out.status.success() && stderr.contains("has no checkpoint yet: the run starts at its first step"),
+        "{stderr}"
+    );
     same_weights(d, ["whole", "killed"]);
     // A name that was mistyped shows.
     let out = run(d, &[&fit("typo")[..], &["--resume-from-checkpoint", "--dry-run"]].concat());

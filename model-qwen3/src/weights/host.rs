@@ -56,12 +56,12 @@ pub(super) fn rows_to_data<B: Backend>(
 ) -> Result<Vec<HostRows>, ModelError> {
     let (mut transfer, mut parts) = (Transaction::<B>::default(), Vec::new());
     for (number, (matrix, rows)) in matrices.into_iter().enumerate() {
-        let [all, width] = matrix.dims();
-        let step = rows_of(piece, width * matrix.dtype().size());
+        let step = rows_of(piece, matrix.dims()[1] * matrix.dtype().size());
         for start in rows.clone().step_by(step) {
             let part = start..rows.end.min(start + step);
-            let matrix = matrix.clone();
-            transfer = transfer.register(if part == (0..all) { matrix } else { matrix.slice(part.clone()) });
+            // Even a part that is the whole matrix: on the CPU it is copied at once. Burn reads a buffer that something else holds
+            // value by value there.
+            transfer = transfer.register(matrix.clone().slice(part.clone()));
             parts.push((number, part));
         }
     }

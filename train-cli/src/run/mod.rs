@@ -28,6 +28,6 @@ pub mod sample_answers;
 pub mod saving;
 pub mod stored_model;
 pub mod summary;
-mod tensorboard;
+pub mod tensorboard;
 pub mod trained;
 mod waiting;

@@ -132,27 +132,35 @@ fn put_all<B: Nvfp4Kernels>(
     path: &Path,
     mut put: impl FnMut(&[u8]) -> Result<(), CliError>,
 ) -> Result<(), CliError> {
-    let (mut transfer, mut reads) = (Transaction::<B>::default(), false);
-    for (_, piece) in &pieces {
-        transfer = match piece {
-            Values::Steps(_) => continue,
-            Values::Floats(x) => transfer.register(x.clone()),
-            Values::Bytes(x) => transfer.register(x.clone()),
+    let mut transfer = Transaction::<B>::default();
+    // Each name, and what need not be read. The transfer takes the pieces: Burn's CPU backend reads a buffer that something else
+    // holds value by value.
+    let mut parts = vec![];
+    for (name, piece) in pieces {
+        let known = match piece {
+            Values::Steps(steps) => Some(steps),
+            Values::Floats(x) => {
+                transfer = transfer.register(x);
+                None
+            }
+            Values::Bytes(x) => {
+                transfer = transfer.register(x);
+                None
+            }
         };
-        reads = true;
+        parts.push((name, known));
     }
     // CubeCL panics over a transfer of nothing.
+    let reads = parts.iter().any(|(_, known)| known.is_none());
     let data = if reads { transfer.try_execute() } else { Ok(vec![]) };
     let mut data = data.map_err(|e| ModelError::Device(format!("optimizer state: {e:?}")))?.into_iter();
-    let mut next = || data.next().expect("a transfer gives what was registered");
-    pieces.iter().try_for_each(|(name, piece)| match piece {
-        Values::Steps(steps) => put(&bytes::of_i32s([*steps])),
-        Values::Floats(_) => match next() {
-            data if is_finite(&data) => put(&data.bytes),
-            _ => Err(CliError::corrupt(path, format!("{name:?} holds values that are not finite; it is not saved"))),
-        },
-        Values::Bytes(_) => match next() {
-            data if data.dtype == DType::U8 => put(&data.bytes),
+    parts.into_iter().try_for_each(|(name, known)| match known {
+        Some(steps) => put(&bytes::of_i32s([steps])),
+        None => match data.next().expect("a transfer gives what was registered") {
+            data if data.dtype.is_float() && !is_finite(&data) => {
+                Err(CliError::corrupt(path, format!("{name:?} holds values that are not finite; it is not saved")))
+            }
+            data if data.dtype.is_float() || data.dtype == DType::U8 => put(&data.bytes),
             // The CPU holds bytes in wider numbers.
             data => put(&data.iter().collect::<Vec<u8>>()),
         },

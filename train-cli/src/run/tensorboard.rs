@@ -36,6 +36,19 @@ pub(super) fn remove(run: &Path) -> Result<(), CliError> {
     Ok(())
 }
 
+/// Writes the figures of a complete run as events, if there is no file of them. Returns whether it did.
+///
+/// # Errors
+/// If the log cannot be read, or the file not be written.
+pub fn make_up(run: &Path) -> Result<bool, CliError> {
+    for entry in fs::read_dir(run).map_err(CliError::io(run))? {
+        if is_events(&entry.map_err(CliError::io(run))?.file_name().to_string_lossy()) {
+            return Ok(false);
+        }
+    }
+    Events::begin(run).map(|_| true)
+}
+
 /// The events of a run.
 #[derive(Debug, Clone)]
 pub(super) struct Events(PathBuf);

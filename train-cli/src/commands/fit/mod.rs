@@ -32,7 +32,8 @@ use crate::{
     run::recorded_outputs,
     run::resume::{self, Resume, Resumed},
     run::summary,
-    settings::{DeviceChoice, Layer, flag},
+    run::tensorboard,
+    settings::{DeviceChoice, Layer, ReportTo, flag},
 };
 use backend_nvfp4::{DeviceServices, Nvfp4Kernels, Precision};
 use ending::{check_length, completed, is_complete, reason};
@@ -334,6 +335,9 @@ fn is_done(ready: &Ready, resumed: &Resumed, dry_run: bool) -> Result<bool, CliE
         return Ok(false);
     }
     if !dry_run {
+        if plan.settings.logging.report_to == ReportTo::Tensorboard && tensorboard::make_up(&plan.output_dir)? {
+            report::line("wrote the figures of the run for TensorBoard");
+        }
         summarize(&plan.output_dir);
     }
     report::line(completed(plan, state, steps));
