@@ -22,8 +22,8 @@ pub struct ExportArgs {
     /// .dat file to write
     #[arg(long, value_name = "FILE")]
     pub output_dat: PathBuf,
-    /// Use the order, names and number formats of the tensors of this .dat file, and its kind of scales. It
-    /// cannot be combined with --scales and --head
+    /// Write the tensors in the order, with the names and in the number formats of this .dat file, and with its levels of scales
+    /// (with or without a scale for the whole matrix). Cannot be combined with --scales and --head
     #[arg(long, value_name = "FILE")]
     pub like: Option<PathBuf>,
     /// Which scales NVFP4 weights have [default: those of the model, if its weights are NVFP4; otherwise those that are
@@ -82,7 +82,7 @@ pub struct ExportHfArgs {
     /// Format of the weights
     #[arg(long, default_value = "bf16")]
     pub format: HfFormat,
-    /// How programs that load the folder compute with activations; nvfp4 needs a --format with NVFP4 [default: nvfp4 if the
+    /// Whether programs that load the folder quantize activations: nvfp4 (with an NVFP4 --format only) or bf16 [default: nvfp4 if the
     /// model's files give the scales of activations and --format is one with NVFP4; otherwise bf16]
     #[arg(long)]
     pub activations: Option<ActivationsArg>,

@@ -186,7 +186,7 @@ pub struct BenchArgs {
     pub context: Option<u32>,
     /// Answers that are made together.
     #[arg(long = "batch-size", value_name = "N", value_parser = clap::value_parser!(u16).range(1..=64), help = format!(
-        "bench decode: number of answers that are made together. Give the flag several times to compare numbers [default: {} \
+        "bench decode: number of answers that are generated at the same time. Give the flag several times to compare numbers [default: {} \
          and {}]",
         BATCH_SIZES[0], BATCH_SIZES[1]
     ))]

@@ -19,7 +19,7 @@ pub struct GenerateArgs {
     /// prompt in each line. Answers are printed in the file's order, each as one JSON object
     #[arg(long, value_name = "FILE")]
     pub prompts: Option<PathBuf>,
-    /// With --prompts or --answers: number of answers that are made together
+    /// With --prompts or --answers: number of answers that are generated at the same time
     #[arg(long, value_name = "N", default_value_t = 8)]
     pub batch_size: usize,
     /// System message

@@ -337,8 +337,8 @@ pub enum Decay {
 #[serde(rename_all = "kebab-case")]
 pub enum Recompute {
     /// As few blocks as possible: the run keeps the activations of as many blocks as there is room for, and runs the others twice.
-    /// There is room if the predicted memory of the run, which includes these activations, and a tenth of this prediction as a
-    /// reserve fit into --memory-limit and into the free memory (into half of it where the device uses the memory of the host)
+    /// There is room if the predicted memory of the run and a reserve of a tenth of it together fit into --memory-limit and into
+    /// the free memory (into half of it where the device uses the memory of the host). The prediction includes these activations
     Auto,
     /// Every block: this needs the least memory
     Always,

@@ -120,8 +120,9 @@ pub struct DataSettings {
     pub eval_data: Option<PathBuf>,
     /// Share of the training rows that are held out.
     #[arg(long, value_name = "SHARE", alias = "val-size", alias = "val-set-size", help = format!(
-        "Share of the training rows held out for evaluation: at least 1 row (none of fewer than 10), and at most {MOST_EVALUATED} rows. A long row can be cut into \
-         several sequences; after the first row, rows are held out only as long as all of them together make at most {MOST_EVALUATED} sequences"
+        "Share of the training rows that is held out for evaluation: at least 1 row and at most {MOST_EVALUATED} rows; if there are \
+         fewer than 10 rows, none is held out. The rows are drawn at random. A long row can be cut into several sequences: after the \
+         first row that is drawn, a row is held out only if all rows that are held out then make at most {MOST_EVALUATED} sequences"
     ))]
     pub val_split: f64,
     /// Format of the data files
@@ -370,9 +371,9 @@ pub struct SavingSettings {
          the current step",
         &format!(
             ". With this default, a checkpoint is left out in two cases: the previous one is still being written, or with this \
-             checkpoint, training would have spent more than {:.0} % of its time waiting for checkpoints. Both times are counted from \
-             the step at which training began or was resumed, and the program assumes that the next checkpoint takes as long as \
-             the previous one. The first checkpoint and the one after the last step are always written",
+             checkpoint, training would have spent more than {:.0} % of its time waiting for checkpoints. The time of training and \
+             the time of waiting are counted from the step at which training began or was resumed. The program assumes that the next \
+             checkpoint takes as long as the previous one. The first checkpoint and the one after the last step are always written",
             100.0 * SAVING_SHARE
         ),
     ))]
