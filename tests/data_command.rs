@@ -43,6 +43,9 @@ fn a_preview_marks_what_the_loss_counts() {
     assert!(text.contains(&format!("rows.jsonl:1 · {all} tokens · the loss counts {counted}")), "{text}");
     let text = shown(&["-n", "1", "--loss-on", "all"]);
     assert!(text.contains("<|im_start|>⟦user\nhi"), "the first token is never predicted: {text}");
+    // What a text holds does nothing to a terminal.
+    fs::write(d.join("rows.jsonl"), "{\"prompt\": \"q\", \"completion\": \"a\\u001b[2Jb\\r\"}\n").unwrap();
+    assert!(shown(&[]).contains("⟦a\\u{1b}[2Jb\\r<|im_end|>⟧"), "{}", shown(&[]));
     // Only as much of a document is read as is shown.
     fs::write(d.join("long.txt"), "one two three.\n".repeat(100_000)).unwrap();
     let text = ok(d, &["data", "preview", "long.txt", "-m", "m", "-n", "2", "--max-seq-length", "16"]);
@@ -140,7 +143,7 @@ fn stats_cut_documents_as_a_run_does() {
         let plan = run(d, &words.split(' ').collect::<Vec<_>>());
         let said = String::from_utf8_lossy(&plan.stderr);
         let (tokens, counted, rows) = (&found["tokens"], &found["supervised_tokens"], &found["packed"]["rows"]);
-        let expected = format!("· {tokens} tokens, {counted} supervised · packed into {rows} rows");
+        let expected = format!("· {tokens} tokens, {counted} supervised · packed into {rows} sequences");
         assert!(said.contains(&expected), "{file}, {expected}: {said}");
         let table = ok(d, &stats);
         assert!(table.contains("overlong    0 sequences") && !table.contains("--overlong"), "{file}: {table}");

@@ -76,6 +76,20 @@ fn one_conversation_is_the_same_in_every_format() {
     write("b.json", &format!(r#"[{{"messages": {messages}}}]"#));
     let of = |file: &str| plan(d, file, &[]).unwrap().split_once(" · ").unwrap().1.to_owned();
     assert_eq!(of("a.json"), of("b.json"));
+    // A row of messages, and one of a prompt and a completion, may have the system message beside them, too.
+    let rest = messages.split_once("}, ").unwrap().1;
+    for row in [
+        format!(r#"{{"system": "Be short.", "messages": [{rest}}}"#),
+        r#"{"system": "Be short.", "prompt": "Add.\n1 and 2", "completion": "3"}"#.to_owned(),
+        r#"{"system": "Be short.", "prompt": [{"role": "user", "content": "Add.\n1 and 2"}], "completion": [{"role": "assistant", "content": "3"}]}"#.to_owned(),
+        format!(r#"{{"system": "Be short.", "messages": {messages}}}"#),
+    ] {
+        write("s.jsonl", &row);
+        assert_eq!(of("s.jsonl"), of("b.json"), "{row}");
+    }
+    write("s.jsonl", &format!(r#"{{"system": "Be long.", "messages": {messages}}}"#));
+    let error = plan(d, "s.jsonl", &[]).unwrap_err();
+    assert!(error.contains("s.jsonl:1: a system message stands both in \"system\" and among the messages"), "{error}");
     // The history of a row has the turns before it, and its answers are learned.
     write(
         "a.json",

@@ -64,12 +64,18 @@ fn marked(sample: &Sample, tokenizer: &Tokenizer, marks: Marks) -> Result<String
         if to < sample.ids.len() && counts(to) == counts(from) {
             continue;
         }
-        let piece = tokenizer.decode_all(&sample.ids[from..to])?;
+        let piece = visible(&tokenizer.decode_all(&sample.ids[from..to])?);
         let [begin, end] = if counts(from) { marks.0 } else { ["", ""] };
         shown.extend([begin, &piece, end]);
         from = to;
     }
     Ok(shown)
+}
+
+/// A text whose control characters do nothing to a terminal: they are escaped, but for tabs and the ends of lines.
+fn visible(text: &str) -> String {
+    let escaped = |c: char| c.is_control() && !matches!(c, '\n' | '\t');
+    text.chars().map(|c| if escaped(c) { c.escape_default().to_string() } else { c.to_string() }).collect()
 }
 
 /// What stands in front of the tokens that the loss counts, and behind them.

@@ -61,6 +61,25 @@ impl Conversation {
         Ok(Self { messages, tools, unsupervised })
     }
 
+    /// This conversation after a system message that its row has beside the messages.
+    ///
+    /// # Errors
+    /// If it begins with a system message of its own.
+    pub(super) fn after(mut self, system: Option<&str>) -> Result<Self, String> {
+        let Some(text) = system else { return Ok(self) };
+        if let Some(own) = self.messages.first().filter(|message| message["role"] == "system") {
+            if own["content"] == text {
+                return Ok(self);
+            }
+            return Err(
+                "a system message stands both in \"system\" and among the messages; leave one of them out".into()
+            );
+        }
+        self.messages.insert(0, json!({"role": "system", "content": text}));
+        self.unsupervised.iter_mut().for_each(|message| *message += 1);
+        Ok(self)
+    }
+
     /// The fields with thoughts that stand in its messages, and that the chat template does not render.
     pub(super) fn left_out_by(&self, text: &TextFiles) -> impl Iterator<Item = &'static str> {
         let stands = move |field: &str| {

@@ -206,16 +206,17 @@ fn by_keys(row: &Map<String, Value>) -> Result<Format, String> {
     })
 }
 
-/// `{"messages": [{"role": …, "content": …}, …], "tools": […]}`, where `tools` is optional.
+/// `{"messages": [{"role": …, "content": …}, …], "system": …, "tools": […]}`, where the last two are optional.
 fn messages(mut row: Map<String, Value>) -> Result<Row<'static>, String> {
     let messages = list(&mut row, "messages")?;
-    Ok(Row::Conversation(Conversation::of_messages(messages, tools(&mut row)?)?))
+    let tools = tools(&mut row)?;
+    conversation(&row, messages, tools)
 }
 
 /// `{"conversations": [{"from": …, "value": …}, …], "system": …, "tools": …}`, where the last two are optional, and so is the
 /// `weight` of a turn. The call of a function is JSON in the value.
 fn sharegpt(mut row: Map<String, Value>) -> Result<Row<'static>, String> {
-    let mut messages: Vec<Value> = optional(&row, "system")?.map(system).into_iter().collect();
+    let mut messages = Vec::new();
     let turns = list(&mut row, "conversations")?;
     let calls = json::Budget::of(turns.iter().filter_map(|turn| turn["value"].as_str()).map(str::len).sum());
     for (i, turn) in turns.into_iter().enumerate() {
@@ -230,7 +231,7 @@ fn sharegpt(mut row: Map<String, Value>) -> Result<Row<'static>, String> {
         let mut message = match from {
             "human" | "user" => json!({"role": "user", "content": value}),
             "gpt" | "assistant" => json!({"role": "assistant", "content": value}),
-            "system" => system(value),
+            "system" => json!({"role": "system", "content": value}),
             "observation" | "tool" => json!({"role": "tool", "content": value}),
             "function_call" => {
                 let call = calls.parse(value).map_err(|e| at(&format!("the call is not JSON: {e}")))?;
@@ -246,7 +247,8 @@ fn sharegpt(mut row: Map<String, Value>) -> Result<Row<'static>, String> {
         }
         messages.push(message);
     }
-    Ok(Row::Conversation(Conversation::of_messages(messages, tools(&mut row)?)?))
+    let tools = tools(&mut row)?;
+    conversation(&row, messages, tools)
 }
 
 /// `{"instruction": …, "input": …, "output": …, "system": …, "history": [[prompt, answer], …]}`, where `input`, `system` and
@@ -261,10 +263,9 @@ fn alpaca(row: Map<String, Value>) -> Result<Row<'static>, String> {
     }
     let answer = Some(text(&row, "output")?).filter(|answer| !answer.trim().is_empty());
     let answer = answer.ok_or_else(|| empty("output"))?;
-    let messages = optional(&row, "system")?.map(system).into_iter().chain(history(&row)?);
-    let messages =
-        messages.chain([json!({"role": "user", "content": prompt}), json!({"role": "assistant", "content": answer})]);
-    Ok(Row::Conversation(Conversation::of_messages(messages.collect(), None)?))
+    let mut messages = history(&row)?;
+    messages.extend([json!({"role": "user", "content": prompt}), json!({"role": "assistant", "content": answer})]);
+    conversation(&row, messages, None)
 }
 
 /// The messages of the turns before a row of Alpaca.
@@ -295,14 +296,17 @@ fn history(row: &Map<String, Value>) -> Result<Vec<Value>, String> {
     Ok(messages)
 }
 
-/// `{"prompt": …, "completion": …}`: two texts, or two lists of messages. Texts become a user's message and its answer.
+/// `{"prompt": …, "completion": …, "system": …}`: two texts, or two lists of messages, and optionally a third text. Texts become a
+/// user's message and its answer.
 fn completion(mut row: Map<String, Value>) -> Result<Row<'static>, String> {
     if row.get("prompt").is_some_and(Value::is_array) {
         let mut messages = list(&mut row, "prompt")?;
         messages.extend(list(&mut row, "completion")?);
-        return Ok(Row::Conversation(Conversation::of_messages(messages, tools(&mut row)?)?));
+        let tools = tools(&mut row)?;
+        return conversation(&row, messages, tools);
     }
-    Conversation::of_pair(text(&row, "prompt")?, text(&row, "completion")?).map(Row::Conversation)
+    let pair = Conversation::of_pair(text(&row, "prompt")?, text(&row, "completion")?)?;
+    Ok(Row::Conversation(pair.after(optional(&row, "system")?)?))
 }
 
 /// `{"text": …}`.
@@ -429,8 +433,10 @@ fn empty(key: &str) -> String {
     format!("{key:?} is empty; write it or remove the row")
 }
 
-fn system(text: &str) -> Value {
-    json!({"role": "system", "content": text})
+/// The conversation of a row, after its field `system` if it has one.
+fn conversation(row: &Map<String, Value>, messages: Vec<Value>, tools: Option<Value>) -> Result<Row<'static>, String> {
+    let conversation = Conversation::of_messages(messages, tools)?;
+    Ok(Row::Conversation(conversation.after(optional(row, "system")?)?))
 }
 
 fn text<'a>(row: &'a Map<String, Value>, key: &str) -> Result<&'a str, String> {
