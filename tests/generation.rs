@@ -489,6 +489,12 @@ fn prompts_of_a_file_are_answered_as_if_each_were_alone() {
         let stderr = refused(d, &["generate", "-m", "m", "--device", "cpu", "--prompts", name], 2);
         assert!(stderr.contains(&format!("--prompts {name}: give a .jsonl file, or a text")), "{stderr}");
     }
+    // The answers of training rows would be read as a part of the prompts.
+    let stderr = refused(d, &["generate", "-m", "m", "--device", "cpu", "--prompts", "m/demo.tsv"], 2);
+    assert!(
+        stderr.contains("m/demo.tsv: its rows have answers") && stderr.contains("cut -f 1 m/demo.tsv >"),
+        "{stderr}"
+    );
     // Every prompt is checked before the first one is answered.
     let long = json!({"prompt": "word ".repeat(3000)}).to_string();
     for (row, reason) in [

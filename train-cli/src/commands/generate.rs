@@ -7,7 +7,10 @@ use crate::{
     device::{self, Job},
     model_files::TextFiles,
     report,
-    settings::extensions::{self, Reader},
+    settings::{
+        Format,
+        extensions::{self, Reader},
+    },
     talk::{
         answer::{self, Answer},
         batch::{Asked, Batch, Listener},
@@ -294,6 +297,12 @@ fn questions_of(path: &Path) -> Result<Vec<AskedPrompt>, CliError> {
 /// Whether the lines of a file of prompts are rows in JSON, by its extension.
 fn has_rows(path: &Path) -> Result<bool, CliError> {
     match extensions::reader(path) {
+        Some(Reader::Text(Format::Tsv)) => Err(CliError::Usage(format!(
+            "--prompts {}: its rows have answers, too, which would be read as a part of the prompts; give a file of the first \
+             column: cut -f 1 {} > prompts.txt",
+            path.display(),
+            report::quoted(&path.display().to_string())
+        ))),
         Some(Reader::Text(_)) | None => Ok(false),
         Some(Reader::Json) if extensions::is_jsonl(path) => Ok(true),
         Some(Reader::Json | Reader::Parquet | Reader::Arrow) => Err(CliError::Usage(format!(
