@@ -111,6 +111,22 @@ fn refused_flags() -> Vec<Case> {
             "fit -m m -d m/demo.tsv --device cpu --learning-rate -1",
             "--learning-rate -1: the value must be between 0 and 1",
         ),
+        (
+            "fit -m m --synthetic --eval-data m/demo.tsv --device cpu",
+            "--synthetic evaluates nothing; leave out --eval-data",
+        ),
+        (
+            "fit -m m --synthetic --eval-data m/demo.tsv --load-best-model-at-end --device cpu",
+            "compare evaluations, and --synthetic evaluates nothing; leave one of them out",
+        ),
+        (
+            "fit -m m -d m/demo.tsv --device cpu --output-dat x.dat --vram-report m/../x.dat",
+            "x.dat: this is the file of --output-dat; choose another",
+        ),
+        (
+            "fit -m m -d m/demo.tsv --device cpu -o m/demo.tsv/x",
+            "--output-dir m/demo.tsv/x: m/demo.tsv is a file; give a folder",
+        ),
         ("parity -m m --recipe w4 -p hi --dump x.safetensors", "'--dump <FILE>'"),
         ("parity -m m --expected m/model.safetensors --raw", "'--raw'"),
         ("eval needle -m m --lengths 64 --write-rows r.jsonl --json", "--write-rows asks none"),
@@ -293,7 +309,9 @@ fn flags_win_over_the_config_file_and_the_file_over_defaults() {
             "{said}"
         );
         ok(d, &[&words[..], &["--overwrite"]].concat());
-        ok(d, &[&words[..], &[&format!("--{flag}"), output]].concat());
+        let typed = ["fit", "-m", "m", "-d", "m/demo.tsv", "--dry-run", &format!("--{flag}"), output];
+        assert!(refused(d, &typed, 2).contains("the file exists; choose another name"));
+        ok(d, &[&typed[..], &["--overwrite"]].concat());
         assert_eq!(std::fs::read_to_string(d.join(output)).unwrap(), "what another run wrote");
     }
 }
@@ -375,6 +393,26 @@ fn doctor_names_the_command_that_installs_what_is_missing() {
                     'nvidia-cuda-crt==13.*' 'nvidia-cuda-cccl==13.*'";
     assert!(remedy("headers").contains(packages), "{text}");
     assert!(text.contains("ok  kernels                  not kept: each process compiles them again"), "{text}");
+}
+
+/// An error of a setting's value is one line, as those of other wrong values are.
+#[test]
+#[cfg(unix)]
+fn a_wrong_setting_is_answered_in_one_line() {
+    use std::{ffi::OsStr, os::unix::ffi::OsStrExt};
+    let dir = tempfile::tempdir().unwrap();
+    for (flag, value, expected) in [
+        ("--learning-rate", &b"nan"[..], "error: --learning-rate nan: the number must be finite\n"),
+        (
+            "-o",
+            b"r\xff",
+            "error: --output-dir r\u{fffd}: the path is not UTF-8, so that config.toml cannot record it; rename it\n",
+        ),
+    ] {
+        let mut fit = command(dir.path(), &["fit", "-m", "m", "-d", "rows.tsv", flag]);
+        let out = fit.arg(OsStr::from_bytes(value)).output().unwrap();
+        assert_eq!((out.status.code(), String::from_utf8_lossy(&out.stderr).as_ref()), (Some(2), expected));
+    }
 }
 
 /// A command line cannot give an empty path, but a config file can.

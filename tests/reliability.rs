@@ -159,8 +159,8 @@ fn a_run_folder_belongs_to_one_process_and_the_other_is_told_which() {
     let stderr = refused(d, &[&fit("r")[..], &["--dry-run"]].concat(), 2);
     assert!(stderr.contains(&own), "{stderr}");
     drop(lock);
-    for (output, said) in [("m/config.json/r", "m/config.json: "), ("/proc/r", "/proc/r: ")] {
-        let stderr = refused(d, &[&fit(output)[..], &["--dry-run"]].concat(), 1);
+    for (output, code, said) in [("m/config.json/r", 2, "m/config.json is a file"), ("/proc/r", 1, "/proc/r: ")] {
+        let stderr = refused(d, &[&fit(output)[..], &["--dry-run"]].concat(), code);
         assert!(stderr.contains(said), "{stderr}");
     }
     ok(d, &[&fit("new/deep/r")[..], &["--dry-run"]].concat());

@@ -2,7 +2,7 @@
 //! nobody stopped: weights, optimizer states, losses and gradient norms have the same bits. So have several runs of one
 //! command. And the command that an interrupted run prints resumes it as it stands, with the settings of the last command.
 
-use crate::support::files::{command, ok, program, run, send, tiny_model};
+use crate::support::files::{command, ok, program, refused, run, send, tiny_model};
 use serde_json::Value;
 use std::{
     fs,
@@ -148,9 +148,20 @@ fn inputs_may_be_moved_and_settings_may_name_the_run() {
     assert!(fs::read(d.join("r.dat")).unwrap() == written);
     fs::create_dir(d.join("x")).unwrap();
     fs::rename(d.join("m"), d.join("x/m")).unwrap();
-    let moved = ["-m", "x/m", "-d", "x/m/rows.tsv", "--compute-dtype", "f32", "--max-steps", "3"];
-    ok(d, &[&["fit", "--resume-from-checkpoint", "r"][..], &moved].concat());
-    fs::write(d.join("s.toml"), "output_dir = \"r\"\nmodel = \"x/m\"\ndata = [\"x/m/rows.tsv\"]\n").unwrap();
+    // They may have another name, too, but for the part of it that tells the format of rows.
+    fs::rename(d.join("x/m"), d.join("x/n")).unwrap();
+    fs::copy(d.join("x/n/rows.tsv"), d.join("x/other.tsv")).unwrap();
+    fs::copy(d.join("x/n/rows.tsv"), d.join("x/other.txt")).unwrap();
+    let moved = |rows: &'static str| {
+        ["fit", "--resume-from-checkpoint", "r", "-m", "x/n", "-d", rows, "--compute-dtype", "f32", "--max-steps", "3"]
+    };
+    refused(d, &moved("x/other.txt"), 2);
+    ok(d, &moved("x/other.tsv"));
+    // A setting that cannot change is an error, and nothing is said of rows that other versions chose.
+    let said = refused(d, &[&moved("x/other.tsv")[..], &["--val-split", "0.3"]].concat(), 2);
+    assert!(said.contains("--val-split is 0.3, but the checkpoint was made with --val-split 0"), "{said}");
+    assert!(!said.contains("warning"), "{said}");
+    fs::write(d.join("s.toml"), "output_dir = \"r\"\nmodel = \"x/n\"\ndata = [\"x/n/rows.tsv\"]\n").unwrap();
     let out = run(d, &["fit", "-c", "s.toml", "--resume-from-checkpoint"]);
     let said = String::from_utf8_lossy(&out.stderr);
     assert!(!said.contains("needs the run folder"), "{said}");

@@ -73,6 +73,16 @@ fn a_run_is_summarized_in_its_folder() {
     fit(d, &["--max-rows", "20", "--overwrite", "-o", "r"]);
     let text = fs::read_to_string(r.join("summary.md")).unwrap();
     assert!(text.contains("\n64 rows, 44 rows left out by --max-rows, "), "{text}");
+    // So are rows that were dropped, or cut.
+    let long = format!("{}{}", "a\tb\n".repeat(12), "a\tlonger than eight tokens, which is the limit\n".repeat(3));
+    fs::write(d.join("long.tsv"), long).unwrap();
+    for (overlong, said) in [("drop", "15 rows, 3 rows dropped, "), ("truncate", "15 rows, 3 rows cut, ")] {
+        let words =
+            ["fit", "-m", "m", "-d", "long.tsv", "--device", "cpu", "--max-seq-length", "12", "--overlong", overlong];
+        ok(d, &[&words[..], &["--max-steps", "1", "--overwrite", "-o", "r", "--sample-prompt", "a"]].concat());
+        let text = fs::read_to_string(r.join("summary.md")).unwrap();
+        assert!(text.contains(&format!("\n{said}")), "{text}");
+    }
 }
 
 #[test]
@@ -135,6 +145,14 @@ fn runs_are_listed_and_compared() {
     // Another program may have a file of the same name.
     fs::create_dir(d.join("runs/.cargo")).unwrap();
     fs::write(d.join("runs/.cargo/config.toml"), "[build]\njobs = 2\n").unwrap();
+    // A link to a run has the name of the run; two of one name are told apart by their paths.
+    #[cfg(unix)]
+    {
+        std::os::unix::fs::symlink("one", d.join("runs/latest")).unwrap();
+        let list = ok(d, &["runs", "list"]);
+        assert!(list.contains("runs/latest ") && list.contains("runs/one "), "{list}");
+        fs::remove_file(d.join("runs/latest")).unwrap();
+    }
     assert!(run(d, &["runs", "list"]).stderr.is_empty());
     let list = ok(d, &["runs", "list"]);
     let lines: Vec<&str> = list.lines().collect();
@@ -301,6 +319,11 @@ fn a_complete_run_goes_on_with_more_epochs() {
     assert_eq!(logged_steps, (1..=3 * steps).collect::<Vec<_>>());
     let after = fs::read(d.join("r/final/model.dat")).unwrap();
     assert!(after != before, "the export is that of the longer run");
+    // A little more than an epoch may have no further step.
+    let out = run(d, &["fit", "--resume", "r", "--num-train-epochs", "3.0001"]);
+    let said = String::from_utf8_lossy(&out.stderr);
+    let ended = "--num-train-epochs 3 ended it, and 3.0001 epochs have no further step. To extend it";
+    assert!(out.status.success() && said.contains(ended), "{said}");
     // It cannot become shorter than it is, and says which flag is too small.
     let out = run(d, &["fit", "--resume", "r", "--num-train-epochs", "2"]);
     let said = String::from_utf8_lossy(&out.stderr);

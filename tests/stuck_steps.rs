@@ -27,6 +27,7 @@ fn a_step_that_never_ends_ends_the_run_and_loses_nothing() {
     assert_eq!(phases[..2], ["batch_ready", "zero_grad_done"], "{phases:?}");
     assert_ne!(phases[2], "optimizer_step_done");
 
+    fs::remove_file(d.join("memory.json")).unwrap();
     let mut hangs = command(d, &words("stuck"));
     hangs.env("LD_PRELOAD", &library).env("HANG_SPEED", "1000").env("HANG_AFTER", "2").env("HANG_AT", "4");
     let out = hangs.output().unwrap();

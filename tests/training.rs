@@ -680,7 +680,7 @@ fn the_run_folder_and_the_reports_hold_what_they_promise() {
         assert!(d.join("r").join(name).exists(), "{name}");
     }
     // A run from the folder's config.toml repeats the run.
-    ok(d, &["fit", "-c", "r/config.toml", "-o", "again"]);
+    ok(d, &["fit", "-c", "r/config.toml", "-o", "again", "--vram-report", "again.json"]);
     same_file(&d.join("r/checkpoint-1/model.safetensors"), &d.join("again/checkpoint-1/model.safetensors"));
 }
 

@@ -2,7 +2,10 @@
 //! or export; what a run writes besides its folder lies outside of it. A flag that takes a folder does not name a file.
 
 use crate::{CliError, durable};
-use std::path::{Path, PathBuf};
+use std::{
+    io::ErrorKind,
+    path::{Path, PathBuf},
+};
 
 /// Most bytes of an output's name. A name may have 255; the file's name before it is complete (`.tmp-1234567-name`) and that of
 /// the record of its training (`name.trained.json`) are longer.
@@ -112,20 +115,28 @@ pub fn check_outside(flag: &str, output: &Path, run: &Path) -> Result<(), CliErr
 }
 
 /// A path without links and `..`, as far as it is there.
-fn resolved(path: &Path) -> PathBuf {
+pub fn resolved(path: &Path) -> PathBuf {
     let path = std::path::absolute(path).unwrap_or_else(|_| path.to_owned());
     let there = path.ancestors().find_map(|above| Some((above.canonicalize().ok()?, path.strip_prefix(above).ok()?)));
     there.map_or_else(|| path.clone(), |(real, rest)| real.join(rest))
 }
 
-/// Refuses a file, a pipe or a device where `flag` takes a folder. The folder need not be there yet.
+/// Refuses a file, a pipe or a device where `flag` takes a folder. The folder need not be there yet, nor the one above it.
 ///
 /// # Errors
-/// If something else than a folder is at the path.
+/// If something else than a folder is at the path, or above it.
 pub fn check_folder(flag: &str, path: &Path) -> Result<(), CliError> {
-    let Some(found) = path.metadata().ok().filter(|found| !found.is_dir()) else { return Ok(()) };
-    let what = if found.is_file() { "a file" } else { "a pipe or a device" };
-    Err(CliError::Usage(format!("{flag} {}: this is {what}; give a folder", path.display())))
+    let Some(there) = path.ancestors().find(|above| above.symlink_metadata().is_ok()) else { return Ok(()) };
+    let what = match there.metadata() {
+        Ok(found) if found.is_dir() => return Ok(()),
+        Ok(found) if found.is_file() => "a file",
+        Ok(_) => "a pipe or a device",
+        Err(error) if error.kind() == ErrorKind::NotFound => "a link that leads nowhere",
+        // What is wrong shows when the folder is used.
+        Err(_) => return Ok(()),
+    };
+    let name = if there == path { "this".to_owned() } else { there.display().to_string() };
+    Err(CliError::Usage(format!("{flag} {}: {name} is {what}; give a folder", path.display())))
 }
 
 /// Refuses a `.dat` output whose name does not end in `.dat`: other commands tell a file's format by its name.

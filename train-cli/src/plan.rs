@@ -4,7 +4,7 @@
 use crate::{
     CliError, data_files,
     model_files::{Companions, ModelFiles},
-    outputs::{check_dat_name, check_folder, check_output, check_output_folder, check_outside},
+    outputs::{check_dat_name, check_folder, check_output, check_output_folder, check_outside, resolved},
     settings::{
         Clip, Nvfp4Part, SaveStrategy, Settings, bytes,
         defaults::{MAX_SEQ_LENGTH, RUNS, SHORTEST_SEQUENCE, clips_exactly_by_default, master_weights, quantized_from},
@@ -116,6 +116,12 @@ impl Plan {
         quantized_from(self.settings.recipe.quantize_from, steps)
     }
 
+    /// Steps of the warm-up in a run of `steps` steps.
+    pub fn warmup(&self, steps: usize) -> usize {
+        let given = self.settings.optimizer.warmup_steps;
+        if given < 1.0 { (given * steps as f64).round() as usize } else { given as usize }
+    }
+
     /// Number of sequences in an optimizer step.
     pub fn sequences_per_step(&self) -> usize {
         self.settings.optimizer.batch_size * self.settings.optimizer.gradient_accumulation_steps
@@ -136,7 +142,7 @@ fn check_outputs(s: &Settings, output_dir: &Path, inputs: &[PathBuf]) -> Result<
     }
     let Some(output) = &s.saving.output_dat else { return Ok(()) };
     check_dat_name("--output-dat", output)?;
-    if s.logging.vram_report.as_ref() == Some(output) {
+    if s.logging.vram_report.as_deref().map(resolved) == Some(resolved(output)) {
         let shown = output.display();
         return Err(CliError::Usage(format!(
             "--vram-report {shown}: this is the file of --output-dat; choose another"
@@ -252,6 +258,12 @@ fn files(s: &Settings) -> Vec<Rule> {
             "--synthetic has no rows and no documents; leave out --weight-column and --document-separator",
         ),
         (data.synthetic && data.token_cache.is_some(), "--synthetic has no rows to cache; leave out --token-cache"),
+        (
+            data.synthetic && chooses,
+            "--early-stopping-patience and --load-best-model-at-end compare evaluations, and --synthetic evaluates nothing; leave \
+             one of them out",
+        ),
+        (data.synthetic && data.eval_data.is_some(), "--synthetic evaluates nothing; leave out --eval-data"),
         (
             s.saving.save_strategy == SaveStrategy::No && s.saving.output_dat.is_some(),
             "--save-strategy no writes no --output-dat; leave one of them out",

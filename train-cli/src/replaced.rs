@@ -172,8 +172,14 @@ const MODEL: &str =
 pub const STEP_MODE: &str = "there is one way to make a step; --recompute decides which blocks run twice, and --clip exact \
                              clips by the norm of the step itself";
 
-/// What to use instead of the flag or value that an error of clap is about, if it is one of these.
+/// What to use instead of the flag or value that an error of clap is about, if it is one of these. An error of our own, which has
+/// no context, is its own answer: clap would print the usage of the whole program below it.
 pub fn answer(error: &clap::Error) -> Option<String> {
+    if error.kind() == ErrorKind::ValueValidation && error.context().next().is_none() {
+        let text = error.to_string();
+        let first = text.lines().next().unwrap_or_default();
+        return Some(first.strip_prefix("error: ").unwrap_or(first).to_owned());
+    }
     let text = |kind| match error.get(kind) {
         Some(ContextValue::String(text)) => Some(text.as_str()),
         _ => None,

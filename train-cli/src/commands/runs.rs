@@ -55,12 +55,12 @@ fn list(args: &ListArgs) -> Result<(), CliError> {
         return Ok(());
     }
     let width = report::width();
-    let rows = runs.iter().map(|run| {
+    let rows = runs.iter().zip(Summary::names(&runs)).map(|(run, name)| {
         // A line can end between date and time. A script reads them as one word.
         let started = if width.is_some() { run.started().replace('T', " ") } else { run.started().to_owned() };
         let figure = |name: &str| run.figures().into_iter().find(|(n, _)| *n == name).map_or_else(String::new, |f| f.1);
         vec![
-            run.name(),
+            name,
             started,
             run.setting("recipe"),
             figure("state"),

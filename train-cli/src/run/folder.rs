@@ -229,6 +229,11 @@ pub fn check_unchanged(plan: &Plan, inputs: &Inputs, resumed: &Resumed, precisio
                     must read the same files";
         return usage(text.into());
     }
+    if let Some(Change { flag, before, now }) = plan.settings.absolute().changed_since(&state.settings.absolute()) {
+        let now = now.map_or(format!("{flag} is not set"), |now| format!("{flag} is {now}"));
+        let before = before.map_or(format!("without {flag}"), |before| format!("with {flag} {before}"));
+        return usage(format!("{now}, but the checkpoint was made {before}; a resumed run cannot change it"));
+    }
     // The epoch is a number of sequences divided by those of the data. Another number of these leaves a fraction.
     let sequences = state.epoch * inputs.train.len() as f64;
     if !plan.settings.data.synthetic && (sequences - sequences.round()).abs() > 1e-3 {
@@ -236,11 +241,6 @@ pub fn check_unchanged(plan: &Plan, inputs: &Inputs, resumed: &Resumed, precisio
             "warning: this version chooses other rows for training and evaluation than the one that saved the checkpoint: rows \
              that were held out may be trained on. To keep them apart, start a new run from the checkpoint's weights",
         );
-    }
-    if let Some(Change { flag, before, now }) = plan.settings.absolute().changed_since(&state.settings.absolute()) {
-        let now = now.map_or(format!("{flag} is not set"), |now| format!("{flag} is {now}"));
-        let before = before.map_or(format!("without {flag}"), |before| format!("with {flag} {before}"));
-        return usage(format!("{now}, but the checkpoint was made {before}; a resumed run cannot change it"));
     }
     if done > steps {
         let longer = if plan.settings.optimizer.max_steps.is_some() { "--max-steps" } else { "--num-train-epochs" };

@@ -37,6 +37,14 @@ pub fn print(plan: &Plan, inputs: &Inputs, scaling: Scaling, precision: Precisio
     let (rate, seed) = (plan.settings.optimizer.learning_rate, plan.settings.advanced.seed);
     let (steps, size) = (report::count(steps, "step"), report::count(size, "sequence"));
     report::label("plan", format!("{steps} of {size} · learning rate {rate:e} · seed {seed}"));
+    let warmup = plan.warmup(order.steps);
+    if warmup > 0 && warmup >= order.steps {
+        let warmup = report::count(warmup, "step");
+        report::label(
+            "warm-up",
+            format!("{warmup}, not fewer than the run has: the learning rate does not reach {rate:e}"),
+        );
+    }
     if let Some((source, peak)) = peak(plan, precision.name()) {
         report::label("peak", format!("{peak} TFLOP/s {source} · the share that is reached is `mfu` in metrics.jsonl"));
     }
@@ -92,7 +100,7 @@ fn data(inputs: &Inputs) -> String {
     }
     parts.extend(found.lost(inputs.max_seq_length));
     if let Some((rows, full)) = found.packed {
-        parts.push(format!("packed into {}, {:.0}% full", report::count(rows, "row"), full * 100.0));
+        parts.push(format!("packed into {}, {:.0}% full", report::count(rows, "sequence"), full * 100.0));
     }
     parts.join(" · ")
 }

@@ -20,7 +20,10 @@ use crate::{
 };
 use model_qwen3::file;
 use serde_json::{Map, Value, json};
-use std::path::{Path, PathBuf};
+use std::{
+    io::ErrorKind,
+    path::{Path, PathBuf},
+};
 
 /// Most bytes of a small file of a run that is read. `data_report.json` lists every line of the data that was left out.
 const LONGEST: u64 = 1 << 30;
@@ -57,8 +60,10 @@ impl Summary {
     pub fn read(run: &Path) -> Result<Self, CliError> {
         let config = run.join(CONFIG);
         let none = |reason: &str| Err(CliError::Usage(format!("{} is no run folder: {reason}", run.display())));
-        if !config.exists() {
-            return none("it has no config.toml");
+        match config.try_exists() {
+            Ok(true) => {}
+            Err(error) if error.kind() != ErrorKind::NotADirectory => return Err(CliError::io(&config)(error)),
+            Ok(false) | Err(_) => return none("it has no config.toml"),
         }
         let text = file::read_text(&config, LONGEST, "")?;
         let settings: Value = toml::from_str(&text).map_err(|e| CliError::corrupt(&config, e))?;
@@ -345,6 +350,10 @@ impl Summary {
         let read = count("rows").map_or("– rows".to_owned(), rows);
         let left_out = count("left_out").filter(|n| *n > 0);
         let left_out = left_out.map_or_else(String::new, |n| format!(", {} left out by --max-rows", rows(n)));
+        let lost =
+            [(self.data["dropped"].as_array().map(|rows| rows.len() as u64), "dropped"), (count("truncated"), "cut")];
+        let lost = lost.into_iter().filter_map(|(n, what)| Some(format!(", {} {what}", rows(n.filter(|n| *n > 0)?))));
+        let left_out = left_out + &lost.collect::<String>();
         let (tokens, counted) = (shown("tokens"), shown("supervised_tokens"));
         format!("{read}{left_out}, {tokens} tokens, of which the loss counts {counted}.")
     }

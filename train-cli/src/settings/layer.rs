@@ -72,7 +72,20 @@ impl Layer {
     /// If a number is not finite or a path is not UTF-8.
     pub fn of_flags(matches: &ArgMatches) -> Result<Self, clap::Error> {
         let refused = |text: String| clap::Error::raw(ErrorKind::ValueValidation, text + "\n");
-        let all = Settings::from_arg_matches(matches)?.try_table().map_err(|e| refused(e.to_string()))?;
+        let all = Settings::from_arg_matches(matches)?.try_table().map_err(|e| {
+            let broken = |key: &str| matches.get_raw(key).into_iter().flatten().find(|value| value.to_str().is_none());
+            let named = DEFAULTS.iter().find_map(|(key, _)| Some((key, broken(key)?)));
+            refused(named.map_or_else(
+                || e.to_string(),
+                |(key, value)| {
+                    let shown = value.to_string_lossy();
+                    format!(
+                        "{} {shown}: the path is not UTF-8, so that config.toml cannot record it; rename it",
+                        flag(key)
+                    )
+                },
+            ))
+        })?;
         let typed = |key: &str| matches.value_source(key) == Some(ValueSource::CommandLine);
         let table: Map<String, Value> = all.into_iter().filter(|(key, _)| typed(key)).collect();
         match table.iter().find(|(_, value)| !is_finite(value)) {

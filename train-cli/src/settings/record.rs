@@ -5,7 +5,7 @@ use crate::{
     settings::fields::{FREE, INPUTS, Settings},
 };
 use serde_json::{Map, Value};
-use std::path::Path;
+use std::{ffi::OsStr, path::Path};
 
 /// A setting that two records disagree about: its flag, and its value in each, if it has one.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -59,19 +59,19 @@ impl Settings {
     }
 }
 
-/// Whether a setting is the same. A file may lie in another folder than before.
+/// Whether a setting is the same. A file or a folder may have another path than before, because its content is compared. But the
+/// name of a file of rows may tell its format.
 fn is_same(key: &str, now: Option<&Value>, before: Option<&Value>) -> bool {
-    now == before || INPUTS.contains(&key) && now.map(file_names) == before.map(file_names)
-}
-
-/// The file names of a path or of several.
-fn file_names(value: &Value) -> Value {
-    match value {
-        Value::String(path) => {
-            Path::new(path).file_name().map_or_else(|| value.clone(), |name| name.to_string_lossy().into())
+    let kind = |path: &Value| {
+        let extension = Path::new(path.as_str().unwrap_or_default()).extension();
+        extension.filter(|_| key.ends_with("data")).map(OsStr::to_ascii_lowercase)
+    };
+    match (now, before) {
+        (Some(Value::String(_)), Some(Value::String(_))) if INPUTS.contains(&key) => now.map(kind) == before.map(kind),
+        (Some(Value::Array(now)), Some(Value::Array(before))) if INPUTS.contains(&key) => {
+            now.iter().map(kind).eq(before.iter().map(kind))
         }
-        Value::Array(paths) => paths.iter().map(file_names).collect(),
-        other => other.clone(),
+        _ => now == before,
     }
 }
 

@@ -161,8 +161,6 @@ impl Ready {
             // But an evaluation may be missing, if a signal came in the last step.
             report::line(format!("step {} of {steps}: nothing is left to train", state.global_step));
         }
-        let warmup = s.optimizer.warmup_steps;
-        let warmup = if warmup < 1.0 { (warmup * steps as f64).round() } else { warmup } as usize;
         let quantize_from = self.plan.quantize_from(steps);
         let run = Run {
             train: order,
@@ -170,7 +168,7 @@ impl Ready {
             stepper: self.stepper(optimizer, state.last_norm),
             schedule: Schedule {
                 peak: s.optimizer.learning_rate,
-                warmup,
+                warmup: self.plan.warmup(steps),
                 total: steps,
                 decay: s.optimizer.lr_scheduler_type,
             },

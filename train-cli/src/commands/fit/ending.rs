@@ -232,16 +232,18 @@ const EPOCHS: &str = "num_train_epochs";
 
 /// What to say of a run of `steps` steps that is complete: which setting ended it, and how it can be extended.
 pub(super) fn completed(plan: &Plan, state: &TrainerState, steps: usize) -> String {
-    let (run, optimizer) = (plan.output_dir.display(), &plan.settings.optimizer);
-    let (ended_by, wanted) = match optimizer.max_steps {
+    let (run, epochs) = (plan.output_dir.display(), plan.settings.optimizer.num_train_epochs);
+    let (ended_by, wanted) = match plan.settings.optimizer.max_steps {
         _ if state.global_step < steps => (STALLED.to_owned(), "a larger --early-stopping-patience".to_owned()),
         Some(most) => {
             let ended_by = format!("--max-steps {most} ended it, and overrides --num-train-epochs");
             (ended_by, format!("--max-steps N, where N is larger than {most}"))
         }
         None => {
-            let ended_by = format!("--num-train-epochs {} ended it", optimizer.num_train_epochs);
-            (ended_by, "a larger --num-train-epochs".to_owned())
+            let made = state.settings.optimizer.num_train_epochs;
+            let more =
+                if epochs > made { format!(", and {epochs} epochs have no further step") } else { String::new() };
+            (format!("--num-train-epochs {made} ended it{more}"), "a larger --num-train-epochs".to_owned())
         }
     };
     format!("{run} is complete at step {}: {ended_by}. To extend it, resume it with {wanted}", state.global_step)

@@ -33,7 +33,7 @@ use crate::{
     run::resume::{self, Resume, Resumed},
     run::summary,
     run::tensorboard,
-    settings::{DeviceChoice, Layer, ReportTo, flag},
+    settings::{DeviceChoice, Layer, ReportTo},
 };
 use backend_nvfp4::{DeviceServices, Nvfp4Kernels, Precision};
 use ending::{check_length, completed, is_complete, reason};
@@ -145,13 +145,6 @@ fn plan_of(args: &FitArgs, resume: Option<&Resume>) -> Result<Plan, CliError> {
         base.remove("max_steps");
     }
     let mut settings = base.under(args.typed.clone()).over_defaults()?;
-    // The file of settings may be that of another run, whose outputs are not to be replaced.
-    if resume.is_none() && launch.config.is_some() {
-        let outputs = [("output_dat", &settings.saving.output_dat), ("vram_report", &settings.logging.vram_report)];
-        for (key, file) in outputs.into_iter().filter(|(key, _)| !typed(key)) {
-            file.as_deref().map_or(Ok(()), |file| check_free(&flag(key), file, launch.overwrite))?;
-        }
-    }
     let run = resume.map(|resume| match resume {
         Resume::At(resumed) => &resumed.run,
         Resume::Beginning(run) => run,
@@ -168,7 +161,16 @@ fn plan_of(args: &FitArgs, resume: Option<&Resume>) -> Result<Plan, CliError> {
     if let Some(model) = settings.model.model.as_mut().filter(|model| !model.as_os_str().is_empty()) {
         *model = located("--model", model)?.weights;
     }
-    Plan::new(settings)
+    let plan = Plan::new(settings)?;
+    // What a new run would replace may be the output of another run, whose command or file of settings was used again.
+    if resume.is_none() {
+        let (saving, logging) = (&plan.settings.saving, &plan.settings.logging);
+        let outputs = [("--output-dat", &saving.output_dat), ("--vram-report", &logging.vram_report)];
+        for (flag, file) in outputs.into_iter().filter_map(|(flag, file)| Some((flag, file.as_deref()?))) {
+            check_free(flag, file, launch.overwrite)?;
+        }
+    }
+    Ok(plan)
 }
 
 /// The settings of a run that resumes at a checkpoint. Where a resumed run may change them, they are those of the last command
