@@ -25,6 +25,31 @@ fn plan(d: &Path, file: &str, more: &[&str]) -> Result<String, String> {
     }
 }
 
+/// Every row that holds a conversation may have its system message beside the messages.
+#[test]
+fn a_system_message_may_stand_beside_the_messages() {
+    let dir = tempfile::tempdir().unwrap();
+    let d = dir.path();
+    tiny_model(&d.join("m"), true);
+    let write = |name: &str, text: &str| std::fs::write(d.join(name), text).unwrap();
+    let of = |file: &str| plan(d, file, &[]).unwrap().split_once(" · ").unwrap().1.to_owned();
+    let messages = r#"[{"role": "system", "content": "Be short."}, {"role": "user", "content": "Add.\n1 and 2"}, {"role": "assistant", "content": "3"}]"#;
+    write("b.json", &format!(r#"[{{"messages": {messages}}}]"#));
+    let rest = messages.split_once("}, ").unwrap().1;
+    for row in [
+        format!(r#"{{"system": "Be short.", "messages": [{rest}}}"#),
+        r#"{"system": "Be short.", "prompt": "Add.\n1 and 2", "completion": "3"}"#.to_owned(),
+        r#"{"system": "Be short.", "prompt": [{"role": "user", "content": "Add.\n1 and 2"}], "completion": [{"role": "assistant", "content": "3"}]}"#.to_owned(),
+        format!(r#"{{"system": "Be short.", "messages": {messages}}}"#),
+    ] {
+        write("s.jsonl", &row);
+        assert_eq!(of("s.jsonl"), of("b.json"), "{row}");
+    }
+    write("s.jsonl", &format!(r#"{{"system": "Be long.", "messages": {messages}}}"#));
+    let error = plan(d, "s.jsonl", &[]).unwrap_err();
+    assert!(error.contains("s.jsonl:1: a system message stands both in \"system\" and among the messages"), "{error}");
+}
+
 /// One conversation in every format that can hold it has the tokens of its tab-separated row.
 #[test]
 fn one_conversation_is_the_same_in_every_format() {
@@ -76,20 +101,6 @@ fn one_conversation_is_the_same_in_every_format() {
     write("b.json", &format!(r#"[{{"messages": {messages}}}]"#));
     let of = |file: &str| plan(d, file, &[]).unwrap().split_once(" · ").unwrap().1.to_owned();
     assert_eq!(of("a.json"), of("b.json"));
-    // A row of messages, and one of a prompt and a completion, may have the system message beside them, too.
-    let rest = messages.split_once("}, ").unwrap().1;
-    for row in [
-        format!(r#"{{"system": "Be short.", "messages": [{rest}}}"#),
-        r#"{"system": "Be short.", "prompt": "Add.\n1 and 2", "completion": "3"}"#.to_owned(),
-        r#"{"system": "Be short.", "prompt": [{"role": "user", "content": "Add.\n1 and 2"}], "completion": [{"role": "assistant", "content": "3"}]}"#.to_owned(),
-        format!(r#"{{"system": "Be short.", "messages": {messages}}}"#),
-    ] {
-        write("s.jsonl", &row);
-        assert_eq!(of("s.jsonl"), of("b.json"), "{row}");
-    }
-    write("s.jsonl", &format!(r#"{{"system": "Be long.", "messages": {messages}}}"#));
-    let error = plan(d, "s.jsonl", &[]).unwrap_err();
-    assert!(error.contains("s.jsonl:1: a system message stands both in \"system\" and among the messages"), "{error}");
     // The history of a row has the turns before it, and its answers are learned.
     write(
         "a.json",
@@ -796,7 +807,15 @@ fn a_broken_row_is_named_by_its_file_and_line() {
         assert!(error.contains(&format!("{name}{expected}")), "{text}: {error}");
         assert!(!d.join("out").exists());
     }
-    // So are those that nothing is wrong with, and those that are left out.
+}
+
+/// Rows that nothing is wrong with have places, too, and so have those that are left out.
+#[test]
+fn rows_have_the_places_where_they_stand() {
+    let dir = tempfile::tempdir().unwrap();
+    let d = dir.path();
+    tiny_model(&d.join("m"), true);
+    let good = r#"{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}"#;
     let silent = good.replace("\"b\"", "\"b\", \"weight\": 0");
     std::fs::write(d.join("x.json"), format!("[{good}, {silent},\n{good}]")).unwrap();
     let shown = ok(d, &["data", "preview", "x.json", "-m", "m"]);
