@@ -573,7 +573,7 @@ fn flags_that_exclude_each_other_are_refused() {
         (&["--damped-finish", "0.2", "--scales", "single"], "--damped-finish needs --scales two"),
         (&["--nvfp4-without", "hadamard"], "needs --recipe nvfp4"),
         (&["--share-scales", "--recipe", "bf16"], "--share-scales changes nothing: --recipe bf16"),
-        (&["--share-scales", "--scales", "single"], "with --scales single no matrix has an f32 scale"),
+        (&["--share-scales", "--scales", "single"], "with --scales single no matrix has a matrix scale"),
         (&["--share-scales", "--master-weights", "nvfp4"], "--share-scales needs dense master weights"),
         (&["--head", "nvfp4", "--recipe", "bf16"], "--head changes nothing"),
         (&["--quantize-from", "0.5", "--recipe", "bf16"], "a recipe that quantizes"),

@@ -306,11 +306,11 @@ fn number_formats(s: &Settings) -> Vec<Rule> {
         ),
         (
             recipe.share_scales && recipe.scales == Some(Scaling::Single),
-            "--share-scales changes nothing: with --scales single no matrix has an f32 scale; leave one of them out",
+            "--share-scales changes nothing: with --scales single no matrix has a matrix scale; leave one of them out",
         ),
         (
             recipe.share_scales && packed,
-            "--share-scales needs dense master weights, because each NVFP4 master weight keeps its own f32 scale; choose \
+            "--share-scales needs dense master weights, because each NVFP4 master weight keeps its own matrix scale; choose \
              --master-weights other than nvfp4",
         ),
         (

@@ -130,7 +130,7 @@ fn check_like(like: &Container, tensors: &Repacked, format: &ExportFormat, own: 
     }
     if format.shares_scale {
         return refuse(
-            "its matrices have f32 scales of their own, but the run used --share-scales; export without --like",
+            "its matrices have matrix scales of their own, but the run used --share-scales; export without --like",
         );
     }
     Ok(())

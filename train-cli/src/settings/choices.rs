@@ -132,7 +132,7 @@ impl Choice for Scaling {
     fn all() -> Vec<(Self, PossibleValue)> {
         vec![
             named(Self::Single, "single", "One 8-bit scale (E4M3) for each group of 16 values"),
-            named(Self::Two, "two", "The same, and one f32 scale for the whole matrix"),
+            named(Self::Two, "two", "The same, and one matrix scale: an f32 number for the whole matrix"),
         ]
     }
 }
@@ -408,12 +408,12 @@ pub enum SaveStrategy {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
 #[serde(rename_all = "kebab-case")]
 pub enum ReportTo {
-    /// Only the file metrics.jsonl, which every run writes, because a resumed run reads it. The value `none` is accepted, too,
-    /// and means the same
+    /// Only to the file metrics.jsonl. Every run writes this file, because a resumed run reads it. So the value `none`, which is
+    /// accepted, too, means the same
     #[value(alias = "none")]
     #[serde(alias = "none")]
     Jsonl,
-    /// Also a file of events for TensorBoard, in the run folder
+    /// Also to a file of events for TensorBoard, in the run folder
     Tensorboard,
 }
 

@@ -121,8 +121,9 @@ pub struct DataSettings {
     /// Share of the training rows that are held out.
     #[arg(long, value_name = "SHARE", alias = "val-size", alias = "val-set-size", help = format!(
         "Share of the training rows that is held out for evaluation: at least 1 row and at most {MOST_EVALUATED} rows; if there are \
-         fewer than 10 rows, none is held out. The rows are drawn at random. A long row can be cut into several sequences: after the \
-         first row that is drawn, a row is held out only if all rows that are held out then make at most {MOST_EVALUATED} sequences"
+         fewer than 10 rows, none is held out. The rows are drawn at random. A long row can be cut into several sequences, so their \
+         number is limited, too: the row that is drawn first is always held out, but drawing stops at the first row with which \
+         there would be more than {MOST_EVALUATED} sequences"
     ))]
     pub val_split: f64,
     /// Format of the data files
@@ -202,8 +203,8 @@ pub struct RecipeSettings {
     #[arg(long, value_parser = parser::<Auto<Scaling>>())]
     #[serde(with = "by_name")]
     pub scales: Auto<Scaling>,
-    /// Give the q, k and v weights of a block one common f32 scale, and its gate and up weights another. Inference engines
-    /// join q, k and v into one matrix, and gate and up into a second, and each joined matrix has one f32 scale. So without this
+    /// Give the q, k and v weights of a block one common matrix scale, and its gate and up weights another. Inference engines
+    /// join q, k and v into one matrix, and gate and up into a second, and each joined matrix has one matrix scale. So without this
     /// flag, an export to an NVFP4 format of export-hf may have to round the 8-bit scales again, which can change a few codes
     #[arg(long, num_args = 0..=1, default_missing_value = "true", action = Set, value_name = "BOOL")]
     pub share_scales: bool,

@@ -220,8 +220,8 @@ fn say_what_changed(tensors: &Foreign) -> Result<(), CliError> {
     report::label(
         "scales",
         format!(
-            "q, k and v share an f32 scale, and so do gate and up. This changed {} 4-bit codes and {} products of 8-bit \
-             scale and f32 scale",
+            "q, k and v share a matrix scale, and so do gate and up. This changed {} 4-bit codes and {} products of 8-bit \
+             scale and matrix scale",
             share(codes, of_codes),
             share(scales, of_scales)
         ),
