@@ -75,14 +75,14 @@ def missing(error):
     """What the message of a device that is out of memory must name, and this one does not."""
     promised = {
         "that it is the device": r"^error: the device is out of memory",
-        "what is free": r"[0-9.]+ MiB are free now",
+        "what is free": r"[0-9.]+ [MG]iB are free now",
         "--max-seq-length": r"use a smaller --max-seq-length or --batch-size",
         "--optimizer-state-mode": r"--optimizer-state-mode int4",
         "--master-weights": r"--master-weights nvfp4",
     }
     # The device names the size of a buffer, but no size if it cannot load a kernel.
     if re.search(r"size: [0-9]+", error):
-        promised["what was asked for"] = r"out of memory: [0-9.]+ MiB were asked for in one piece, and "
+        promised["what was asked for"] = r"out of memory: [0-9.]+ [MG]iB were asked for in one piece, and "
     return [name for name, words in promised.items() if not re.search(words, error)]
 
 
