@@ -181,6 +181,16 @@ fn lines_of_a_guide_have_at_most_100_characters() {
     }
 }
 
+/// A longer heading is one that the paragraph below it has slipped into.
+#[test]
+fn headings_are_short() {
+    for page in pages(&root()).iter().filter(|p| !p.starts_with("doc/notebook")) {
+        for heading in read(&root().join(page)).lines().filter(|line| line.starts_with("## ")) {
+            assert!(heading.chars().count() <= 70, "{}: {heading}", page.display());
+        }
+    }
+}
+
 #[test]
 fn commit_hashes_stay_in_the_notebook() {
     for page in pages(&root()).iter().filter(|p| !p.starts_with("doc/notebook")) {

@@ -127,6 +127,7 @@ pub enum WeightArg {
     /// embedding and norms. (In a GGUF file the head is f16, and norms are f32)
     Nvfp4,
     /// 8-bit integers with a scale for each 32 weights; GGUF only
+    #[value(alias = "q8_0")]
     Q8_0,
     /// f16
     #[value(alias = "float16")]

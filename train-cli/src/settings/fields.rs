@@ -121,9 +121,9 @@ pub struct DataSettings {
     /// Share of the training rows that are held out.
     #[arg(long, value_name = "SHARE", alias = "val-size", alias = "val-set-size", help = format!(
         "Share of the training rows that is held out for evaluation: at least 1 row and at most {MOST_EVALUATED} rows; if there are \
-         fewer than 10 rows, none is held out. The rows are drawn at random. A long row can be cut into several sequences, so their \
-         number is limited, too: the row that is drawn first is always held out, but drawing stops at the first row with which \
-         there would be more than {MOST_EVALUATED} sequences"
+         fewer than 10 rows, none is held out. The rows are drawn at random. Some rows become several sequences, so there is a second \
+         limit, which is {MOST_EVALUATED} sequences in all: drawing stops at the first row that would exceed it. Only the row that is \
+         drawn first is held out however long it is"
     ))]
     pub val_split: f64,
     /// Format of the data files
