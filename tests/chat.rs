@@ -68,6 +68,12 @@ fn a_later_turn_reads_only_what_is_new_and_answers_the_same() {
     let replayed = ok(d, &[&CHAT[..], &["--max-tokens", "8", "--json", "--script", "talk.jsonl"]].concat());
     let replayed: Vec<Value> = replayed.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
     assert_eq!((&replayed[0]["ids"], &replayed[1]["ids"]), (&talk[0]["ids"], &talk[1]["ids"]));
+    // A system message of the file is not replaced by another one without a word.
+    std::fs::write(d.join("system.jsonl"), format!("{{\"role\": \"system\", \"content\": \"Be short.\"}}\n{saved}"))
+        .unwrap();
+    let out = run(d, &[&CHAT[..], &["--script", "system.jsonl", "--system-prompt", "Be long."]].concat());
+    let said = String::from_utf8_lossy(&out.stderr);
+    assert!(out.status.code() == Some(2) && said.contains("leave out --system-prompt"), "{said}");
     assert_ne!(talk[1]["ids"], talk[2]["ids"], "the model answers everything alike; the comparisons say nothing");
 }
 

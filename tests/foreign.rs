@@ -104,6 +104,17 @@ fn a_folder_in_bf16_holds_the_rounded_weights_in_as_many_files_as_wanted() {
             fs::read_dir(d.join(&out)).unwrap().map(|e| e.unwrap().file_name().into_string().unwrap()).collect();
         let shards = files.iter().filter(|name| name.starts_with("model-") && name.ends_with(".safetensors")).count();
         assert!(shards > 2, "{files:?}");
+        // A download may end before its last file.
+        let (shard, aside) = (d.join(&out).join("model-00002-of-").display().to_string(), d.join("aside"));
+        let shard = files
+            .iter()
+            .map(|file| d.join(&out).join(file))
+            .find(|file| file.display().to_string().starts_with(&shard));
+        let shard = shard.unwrap();
+        fs::rename(&shard, &aside).unwrap();
+        let said = refused(d, &["generate", "-m", &out, "-p", "hi", "--device", "cpu"], 2);
+        assert!(said.contains("model-00002-of-") && said.contains("the model's index names it"), "{said}");
+        fs::rename(&aside, &shard).unwrap();
         for name in
             ["config.json", "tokenizer.json", "generation_config.json", "README.md", "model.safetensors.index.json"]
         {
@@ -233,6 +244,18 @@ fn a_folder_with_anything_else_in_it_is_never_replaced() {
     ok(d, &[&export[..], &["out"]].concat());
     assert_eq!(run(d, &[&export[..], &["out"]].concat()).status.code(), Some(2));
     ok(d, &[&export[..], &["out", "--overwrite"]].concat());
+    // A link stands for the folder that it leads to, and one that leads nowhere is refused before the work.
+    fs::create_dir(d.join("disk")).unwrap();
+    std::os::unix::fs::symlink("disk", d.join("link")).unwrap();
+    std::os::unix::fs::symlink("nowhere", d.join("dangling")).unwrap();
+    for flags in [&[][..], &["--overwrite"]] {
+        ok(d, &[&export[..], &["link"], flags].concat());
+        assert!(d.join("link").is_symlink() && d.join("disk/model.safetensors").exists());
+    }
+    let said = refused(d, &[&export[..], &["dangling"]].concat(), 2);
+    assert!(said.contains("--output-dir dangling: it is a link that leads nowhere"), "{said}");
+    let said = refused(d, &[&export[..], &[&"n".repeat(240)]].concat(), 2);
+    assert!(said.contains("the name has more than 225 bytes"), "{said}");
 }
 
 /// What a run has made stays, by whatever path it is named.

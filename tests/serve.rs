@@ -433,6 +433,8 @@ fn only_who_may_ask_is_answered() {
         refused(&["--api-key-file", "key"], "others may read it");
         fs::set_permissions(d.join("key"), fs::Permissions::from_mode(0o600)).unwrap();
     }
+    // The file may begin with a byte order mark, as editors on Windows write it.
+    fs::write(d.join("key"), format!("\u{feff}{key}\n")).unwrap();
     let server = Server::start(d, &["-m", "m", "--context", "64", "--api-key-file", "key"]);
     let body = json!({"messages": user("a"), "max_tokens": 1}).to_string();
     let (right, wrong) =

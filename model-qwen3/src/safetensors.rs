@@ -206,7 +206,14 @@ pub(crate) fn open_folder(folder: &Path) -> Result<Vec<SafeFile>, ModelError> {
         if Path::new(name).file_name().is_none_or(|n| n != name.as_str()) {
             return Err(ModelError::parse(&index, format!("the shard {name:?} is not a plain file name")));
         }
-        let file = SafeFile::open(&folder.join(name))?;
+        let file = SafeFile::open(&folder.join(name)).map_err(|error| match error {
+            ModelError::Missing { path, .. } => {
+                let hint =
+                    "the model's index names it, so the model is not complete; download the file, too".to_owned();
+                ModelError::Missing { path, hint }
+            }
+            other => other,
+        })?;
         for entry in file.entries() {
             if weight_map.get(&entry.name) != Some(name) {
                 let reason = format!("{name} holds {:?}, which the index does not place there", entry.name);

@@ -9,7 +9,7 @@ use std::{
 
 /// Most bytes of an output's name. A name may have 255; the file's name before it is complete (`.tmp-1234567-name`) and that of
 /// the record of its training (`name.trained.json`) are longer.
-const LONGEST_NAME: usize = 225;
+pub const LONGEST_NAME: usize = 225;
 
 /// Whether something is at a path. A link that leads nowhere is the user's, too, and must not be replaced.
 pub fn is_taken(path: &Path) -> bool {

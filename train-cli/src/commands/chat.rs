@@ -41,6 +41,10 @@ impl Job for Chat {
         let args = self.0;
         // The script is read before the model, which takes longer.
         let mut source = Source::new(args.script.as_deref())?;
+        if args.system_prompt.is_some() && source.has_system() {
+            let text = "--script: the conversation has a system message; leave out --system-prompt";
+            return Err(CliError::Usage(text.into()));
+        }
         let opened = Opened::new(flags::wanted(&args.model, args.cache.kv_cache_dtype))?;
         let context = flags::context(args.context, opened.config().max_position_embeddings)?;
         let mut loaded = opened.load::<B>(Some(Expected::unknown(1)), precision, &device)?;

@@ -111,7 +111,7 @@ fn key_of(path: &Path) -> Result<String, CliError> {
             return Err(bad(format!("others may read it (mode {:o}); chmod 600 it", mode & 0o777)));
         }
     }
-    match text.trim() {
+    match file::without_mark(&text).trim() {
         key if key.len() < SHORTEST_KEY => {
             Err(bad(format!("the key has {} bytes; at least {SHORTEST_KEY} are needed", key.len())))
         }

@@ -151,6 +151,12 @@ impl Source {
         matches!(self, Self::Terminal(..))
     }
 
+    /// Whether it is a saved conversation that sets a system message.
+    pub fn has_system(&self) -> bool {
+        let sets = |entry: &Entry| matches!(entry, Entry::System(Some(_)));
+        matches!(self, Self::Saved(entries) if entries.as_slice().iter().any(sets))
+    }
+
     /// The next entry, or what is wrong with it; None at the end.
     ///
     /// # Errors

@@ -21,7 +21,7 @@ use crate::{
     device,
     durable::{self, PendingFolder},
     model_files::{Companions, ModelFiles, TextFiles, untie},
-    outputs::check_unlisted,
+    outputs::{LONGEST_NAME, check_unlisted, is_taken},
     progress::Writing,
     report,
     run::{
@@ -91,7 +91,9 @@ pub fn run(args: &ExportHfArgs) -> Result<(), CliError> {
 
     let thinking = trained.as_ref().and_then(|trained| trained.thinking);
     let card = model_card::of_model(&files, &what_it_holds(args.format, &inputs), &origin, thinking)?;
-    let mut pending = PendingFolder::new(&args.output_dir)?;
+    // A link stands for the folder that it leads to, which may be on a larger disk.
+    let place = args.output_dir.canonicalize().unwrap_or_else(|_| args.output_dir.clone());
+    let mut pending = PendingFolder::new(&place)?;
     let written = write_weights(tensors, library.map_or(Spelling::ModelOpt, Library::spelling), limit, &mut pending)?;
     write_json(&mut pending, "config.json", &config_json(&companions.config, tensors, library)?)?;
     if library == Some(Library::ModelOpt) {
@@ -110,11 +112,11 @@ pub fn run(args: &ExportHfArgs) -> Result<(), CliError> {
     let spec = |precision| LinearSpec::new(recipe, Scaling::Two, precision);
     let check = CheckFile { tensors, path: pending.path(), config: &config, text: &text, spec: &spec };
     device::run(args.device, None, check)?;
-    let folder = pending.replace()?;
+    pending.replace()?;
     if let Some(trained) = &trained {
         trained.say_without_thoughts();
     }
-    report::result(format!("{} · {written} bytes of weights", folder.display()));
+    report::result(format!("{} · {written} bytes of weights", args.output_dir.display()));
     Ok(())
 }
 
@@ -133,6 +135,12 @@ fn check_folder(folder: &Path, overwrite: bool, files: &ModelFiles) -> Result<()
     if folder.exists() && !folder.is_dir() {
         return refuse("it is not a folder");
     }
+    if is_taken(folder) && !folder.exists() {
+        return refuse("it is a link that leads nowhere; give a folder");
+    }
+    if folder.file_name().is_some_and(|name| name.len() > LONGEST_NAME) {
+        return refuse(&format!("the name has more than {LONGEST_NAME} bytes; choose a shorter one"));
+    }
     // A link counts as the folder that it leads to.
     let place = folder.canonicalize().unwrap_or_else(|_| folder.to_owned());
     check_unlisted("--output-dir", folder, durable::parent(&place))?;
@@ -140,7 +148,7 @@ fn check_folder(folder: &Path, overwrite: bool, files: &ModelFiles) -> Result<()
         return refuse("it is a part of a run, such as a checkpoint or the run's export; choose another folder");
     }
     if !folder.exists() || durable::is_untouched(folder)? {
-        return durable::probe(parent, folder);
+        return durable::probe(durable::parent(&place), &place);
     }
     if !overwrite {
         return refuse("it is not empty; choose another, or --overwrite");
