@@ -232,7 +232,7 @@ fn a_folder_with_anything_else_in_it_is_never_replaced() {
         ("mine", &[][..], "is not empty"),
         ("mine", &["--overwrite"], "train-cli did not export it"),
         ("m", &["--overwrite"], "the model is read from there"),
-        ("file", &[], "not a folder"),
+        ("file", &[], "--output-dir file: this is a file; give a folder"),
         ("none/out", &[], "there is no folder none"),
         ("out", &["--max-shard-size", "5"], "--max-shard-size 5: the unit is missing"),
     ] {
@@ -253,7 +253,7 @@ fn a_folder_with_anything_else_in_it_is_never_replaced() {
         assert!(d.join("link").is_symlink() && d.join("disk/model.safetensors").exists());
     }
     let said = refused(d, &[&export[..], &["dangling"]].concat(), 2);
-    assert!(said.contains("--output-dir dangling: it is a link that leads nowhere"), "{said}");
+    assert!(said.contains("--output-dir dangling: this is a link that leads nowhere; give a folder"), "{said}");
     let said = refused(d, &[&export[..], &[&"n".repeat(240)]].concat(), 2);
     assert!(said.contains("the name has more than 225 bytes"), "{said}");
 }

@@ -133,7 +133,10 @@ fn inputs_may_be_moved_and_settings_may_name_the_run() {
     model(d);
     let words = "fit -m m -d m/rows.tsv --device cpu --max-seq-length 32 --max-steps 2 --eval-steps 0 --val-split 0 -o r \
                  --output-dat r.dat --warmup-steps 100";
-    ok(d, &words.split(' ').filter(|word| !word.is_empty()).collect::<Vec<_>>());
+    let out = run(d, &words.split(' ').filter(|word| !word.is_empty()).collect::<Vec<_>>());
+    let said = String::from_utf8_lossy(&out.stderr);
+    let told = "warm-up   100 steps, and the run has 2 steps: the learning rate does not reach 1e-5";
+    assert!(out.status.success() && said.contains(told), "{said}");
     let rates: Vec<f64> = fs::read_to_string(d.join("r/metrics.jsonl"))
         .unwrap()
         .lines()

@@ -9,7 +9,7 @@ use crate::{
         Clip, Nvfp4Part, SaveStrategy, Settings, bytes,
         defaults::{MAX_SEQ_LENGTH, RUNS, SHORTEST_SEQUENCE, clips_exactly_by_default, master_weights, quantized_from},
         fields::RANGES,
-        flag,
+        flag, not_recordable,
     },
 };
 use backend_nvfp4::{MasterKind, Precision, Recipe, Scaling, StateKind};
@@ -203,10 +203,7 @@ fn no_path_is_empty(settings: &mut Settings) -> Result<(), CliError> {
 /// working directory.
 fn can_be_recorded(settings: &Settings) -> Result<(), CliError> {
     match settings.absolute().paths().find(|(_, path)| path.to_str().is_none()) {
-        Some((flag, path)) => Err(CliError::Usage(format!(
-            "{flag} {}: the path is not UTF-8, so that config.toml cannot record it; rename it",
-            path.display()
-        ))),
+        Some((flag, path)) => Err(CliError::Usage(not_recordable(flag, path))),
         None => Ok(()),
     }
 }

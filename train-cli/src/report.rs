@@ -201,7 +201,7 @@ mod tests {
     use super::{BOLD_GREEN, GREEN, labeled, quoted, size};
 
     #[test]
-    fn a_quoted_word_is_one_line_that_a_shell_reads_back() {
+    fn a_quoted_word_is_one_line() {
         for (text, expected) in [
             ("a-b", "a-b"),
             ("", "''"),

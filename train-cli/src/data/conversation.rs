@@ -61,11 +61,11 @@ impl Conversation {
         Ok(Self { messages, tools, unsupervised })
     }
 
-    /// This conversation after a system message that its row has beside the messages.
+    /// This conversation with the system message that its row has beside the messages, if there is one.
     ///
     /// # Errors
-    /// If it begins with a system message of its own.
-    pub(super) fn after(mut self, system: Option<&str>) -> Result<Self, String> {
+    /// If it begins with another system message.
+    pub(super) fn with_system(mut self, system: Option<&str>) -> Result<Self, String> {
         let Some(text) = system else { return Ok(self) };
         if let Some(own) = self.messages.first().filter(|message| message["role"] == "system") {
             if own["content"] == text {
@@ -195,7 +195,7 @@ fn check(message: &mut Value) -> Result<bool, String> {
         _ => return Err("\"content\" must be text or a list of text parts".into()),
     };
     if text.trim().is_empty() && !calls {
-        return Err("\"content\" is empty; write it or remove the row".into());
+        return Err(empty("content"));
     }
     message["content"] = text.into();
     match message.as_object_mut().and_then(|message| message.remove("weight")) {
@@ -207,6 +207,11 @@ fn check(message: &mut Value) -> Result<bool, String> {
             _ => Err(format!("weight {weight}; it must be 0 or 1")),
         },
     }
+}
+
+/// What is wrong with an empty field that a row needs.
+pub(super) fn empty(key: &str) -> String {
+    format!("{key:?} is empty; write it or remove the row")
 }
 
 /// Encodes prompts and answers separately, as generation will see them, up to the end of the last answer. `beginning` is the

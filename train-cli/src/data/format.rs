@@ -4,7 +4,11 @@
 //! A new format is a variant of [`Format`]. The compiler then asks for it here.
 
 use crate::{
-    data::{conversation::Conversation, sample::Origin, tool_calls},
+    data::{
+        conversation::{Conversation, empty},
+        sample::Origin,
+        tool_calls,
+    },
     error::place_of,
     settings::{
         Auto, Format, MOST_WEIGHT,
@@ -261,8 +265,10 @@ fn alpaca(row: Map<String, Value>) -> Result<Row<'static>, String> {
     if prompt.is_empty() {
         return Err(empty("instruction"));
     }
-    let answer = Some(text(&row, "output")?).filter(|answer| !answer.trim().is_empty());
-    let answer = answer.ok_or_else(|| empty("output"))?;
+    let answer = text(&row, "output")?;
+    if answer.trim().is_empty() {
+        return Err(empty("output"));
+    }
     let mut messages = history(&row)?;
     messages.extend([json!({"role": "user", "content": prompt}), json!({"role": "assistant", "content": answer})]);
     conversation(&row, messages, None)
@@ -306,7 +312,7 @@ fn completion(mut row: Map<String, Value>) -> Result<Row<'static>, String> {
         return conversation(&row, messages, tools);
     }
     let pair = Conversation::of_pair(text(&row, "prompt")?, text(&row, "completion")?)?;
-    Ok(Row::Conversation(pair.after(optional(&row, "system")?)?))
+    Ok(Row::Conversation(pair.with_system(optional(&row, "system")?)?))
 }
 
 /// `{"text": …}`.
@@ -428,15 +434,10 @@ fn cut_line() -> String {
     "the object does not end in this line; write each row in one line, or all rows in one array ([ … ]); or the file was cut".into()
 }
 
-/// What is wrong with an empty field that a row needs.
-fn empty(key: &str) -> String {
-    format!("{key:?} is empty; write it or remove the row")
-}
-
 /// The conversation of a row, after its field `system` if it has one.
 fn conversation(row: &Map<String, Value>, messages: Vec<Value>, tools: Option<Value>) -> Result<Row<'static>, String> {
     let conversation = Conversation::of_messages(messages, tools)?;
-    Ok(Row::Conversation(conversation.after(optional(row, "system")?)?))
+    Ok(Row::Conversation(conversation.with_system(optional(row, "system")?)?))
 }
 
 fn text<'a>(row: &'a Map<String, Value>, key: &str) -> Result<&'a str, String> {

@@ -42,7 +42,7 @@ pub fn print(plan: &Plan, inputs: &Inputs, scaling: Scaling, precision: Precisio
         let warmup = report::count(warmup, "step");
         report::label(
             "warm-up",
-            format!("{warmup}, not fewer than the run has: the learning rate does not reach {rate:e}"),
+            format!("{warmup}, and the run has {steps}: the learning rate does not reach {rate:e}"),
         );
     }
     if let Some((source, peak)) = peak(plan, precision.name()) {

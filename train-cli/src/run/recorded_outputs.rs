@@ -58,7 +58,8 @@ fn is_export(file: &Path, run: &Path) -> Result<bool, CliError> {
     Ok(recorded.as_ref() == Some(&found) || durable::lists(&run.join(FINAL), &found))
 }
 
-/// Whether the settings of a run name another folder as theirs, which is there. The first run that resumes in it names it anew.
+/// Whether a run is a copy of another one that is still there: its settings name the folder of that one. Once the copy is resumed,
+/// they name its own.
 fn is_copy(run: &Path) -> bool {
     let settings = Layer::of_file(&run.join(CONFIG));
     let named = settings.ok().and_then(|settings| settings.get("output_dir")?.as_str().map(PathBuf::from));

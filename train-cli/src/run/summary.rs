@@ -382,6 +382,7 @@ pub fn write(run: &Path) -> Result<(), CliError> {
 fn shown(loss: Option<f64>) -> String {
     loss.map_or("–".to_owned(), |loss| format!("{loss:.4}"))
 }
+
 /// The median of values in order: of an even number of them, the mean of the two in the middle.
 fn median(sorted: &[f64]) -> Option<f64> {
     let (below, above) = (sorted.get(sorted.len().saturating_sub(1) / 2)?, sorted.get(sorted.len() / 2)?);

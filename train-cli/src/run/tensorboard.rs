@@ -40,7 +40,7 @@ pub(super) fn remove(run: &Path) -> Result<(), CliError> {
 ///
 /// # Errors
 /// If the log cannot be read, or the file not be written.
-pub fn make_up(run: &Path) -> Result<bool, CliError> {
+pub fn write_if_missing(run: &Path) -> Result<bool, CliError> {
     for entry in fs::read_dir(run).map_err(CliError::io(run))? {
         if is_events(&entry.map_err(CliError::io(run))?.file_name().to_string_lossy()) {
             return Ok(false);

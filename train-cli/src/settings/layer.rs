@@ -6,7 +6,7 @@ use crate::{
     replaced::STEP_MODE,
     settings::{
         fields::{FREE, Settings},
-        record::flag,
+        record::{flag, not_recordable},
     },
 };
 use clap::{ArgMatches, Command, FromArgMatches, error::ErrorKind, parser::ValueSource};
@@ -73,18 +73,9 @@ impl Layer {
     pub fn of_flags(matches: &ArgMatches) -> Result<Self, clap::Error> {
         let refused = |text: String| clap::Error::raw(ErrorKind::ValueValidation, text + "\n");
         let all = Settings::from_arg_matches(matches)?.try_table().map_err(|e| {
-            let broken = |key: &str| matches.get_raw(key).into_iter().flatten().find(|value| value.to_str().is_none());
-            let named = DEFAULTS.iter().find_map(|(key, _)| Some((key, broken(key)?)));
-            refused(named.map_or_else(
-                || e.to_string(),
-                |(key, value)| {
-                    let shown = value.to_string_lossy();
-                    format!(
-                        "{} {shown}: the path is not UTF-8, so that config.toml cannot record it; rename it",
-                        flag(key)
-                    )
-                },
-            ))
+            let broken = |key: &str| matches.get_raw(key)?.find(|value| value.to_str().is_none());
+            let named = DEFAULTS.iter().find_map(|(key, _)| Some(not_recordable(&flag(key), broken(key)?.as_ref())));
+            refused(named.unwrap_or_else(|| e.to_string()))
         })?;
         let typed = |key: &str| matches.value_source(key) == Some(ValueSource::CommandLine);
         let table: Map<String, Value> = all.into_iter().filter(|(key, _)| typed(key)).collect();

@@ -25,4 +25,4 @@ pub(crate) use choices::{by_name, name_of};
 pub use fields::{MOST_WEIGHT, Settings};
 pub use layer::Layer;
 pub(crate) use layer::with_flags;
-pub use record::{Change, flag};
+pub use record::{Change, flag, not_recordable};

@@ -5,7 +5,7 @@ use crate::{
     settings::fields::{FREE, INPUTS, Settings},
 };
 use serde_json::{Map, Value};
-use std::{ffi::OsStr, path::Path};
+use std::path::Path;
 
 /// A setting that two records disagree about: its flag, and its value in each, if it has one.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -59,20 +59,27 @@ impl Settings {
     }
 }
 
-/// Whether a setting is the same. A file or a folder may have another path than before, because its content is compared. But the
-/// name of a file of rows may tell its format.
+/// Whether a setting is the same. An input may have another path than before.
 fn is_same(key: &str, now: Option<&Value>, before: Option<&Value>) -> bool {
-    let kind = |path: &Value| {
-        let extension = Path::new(path.as_str().unwrap_or_default()).extension();
-        extension.filter(|_| key.ends_with("data")).map(OsStr::to_ascii_lowercase)
-    };
-    match (now, before) {
-        (Some(Value::String(_)), Some(Value::String(_))) if INPUTS.contains(&key) => now.map(kind) == before.map(kind),
-        (Some(Value::Array(now)), Some(Value::Array(before))) if INPUTS.contains(&key) => {
-            now.iter().map(kind).eq(before.iter().map(kind))
+    let formats = |value: Option<&Value>| value.map(|value| formats(key, value));
+    now == before || INPUTS.contains(&key) && formats(now) == formats(before)
+}
+
+/// Of a path or of several, what their contents do not say: the name of a file of rows tells its format.
+fn formats(key: &str, value: &Value) -> Value {
+    match value {
+        Value::String(path) if key.ends_with("data") => {
+            Path::new(path).extension().unwrap_or_default().to_string_lossy().to_lowercase().into()
         }
-        _ => now == before,
+        Value::String(_) => "".into(),
+        Value::Array(paths) => paths.iter().map(|path| formats(key, path)).collect(),
+        other => other.clone(),
     }
+}
+
+/// Why a path that is not UTF-8 is refused, which `flag` names.
+pub fn not_recordable(flag: &str, path: &Path) -> String {
+    format!("{flag} {}: the path is not UTF-8, so that config.toml cannot record it; rename it", path.display())
 }
 
 /// The flag of a setting.

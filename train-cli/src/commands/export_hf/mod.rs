@@ -21,7 +21,7 @@ use crate::{
     device,
     durable::{self, PendingFolder},
     model_files::{Companions, ModelFiles, TextFiles, untie},
-    outputs::{LONGEST_NAME, check_unlisted, is_taken},
+    outputs::{LONGEST_NAME, check_folder, check_unlisted},
     progress::Writing,
     report,
     run::{
@@ -47,7 +47,10 @@ use model_qwen3::{
     write::{bytes_of, keys, shards, write_shard},
 };
 use serde_json::{Map, Value, json};
-use std::{collections::BTreeMap, path::Path};
+use std::{
+    collections::BTreeMap,
+    path::{Path, PathBuf},
+};
 
 /// Runs the command.
 ///
@@ -56,7 +59,7 @@ use std::{collections::BTreeMap, path::Path};
 pub fn run(args: &ExportHfArgs) -> Result<(), CliError> {
     calibrate::check_flags(args)?;
     let files = located("--model", &args.model)?;
-    check_folder(&args.output_dir, args.overwrite, &files)?;
+    let place = checked_place(&args.output_dir, args.overwrite, &files)?;
     let limit = bytes("--max-shard-size", &args.max_shard_size)?;
     let companions = Companions {
         config: files.config_file(args.tokenizer.as_deref()),
@@ -91,8 +94,6 @@ pub fn run(args: &ExportHfArgs) -> Result<(), CliError> {
 
     let thinking = trained.as_ref().and_then(|trained| trained.thinking);
     let card = model_card::of_model(&files, &what_it_holds(args.format, &inputs), &origin, thinking)?;
-    // A link stands for the folder that it leads to, which may be on a larger disk.
-    let place = args.output_dir.canonicalize().unwrap_or_else(|_| args.output_dir.clone());
     let mut pending = PendingFolder::new(&place)?;
     let written = write_weights(tensors, library.map_or(Spelling::ModelOpt, Library::spelling), limit, &mut pending)?;
     write_json(&mut pending, "config.json", &config_json(&companions.config, tensors, library)?)?;
@@ -120,8 +121,11 @@ pub fn run(args: &ExportHfArgs) -> Result<(), CliError> {
     Ok(())
 }
 
-/// Refuses a folder that holds something other than an older export, that is a part of a run, or that the model is read from.
-fn check_folder(folder: &Path, overwrite: bool, files: &ModelFiles) -> Result<(), CliError> {
+/// The place of the folder, if it can be written. A link stands for the folder that it leads to, which may be on a larger disk.
+///
+/// # Errors
+/// If the folder holds something other than an older export, is a part of a run, or the model is read from it.
+fn checked_place(folder: &Path, overwrite: bool, files: &ModelFiles) -> Result<PathBuf, CliError> {
     let refuse = |reason: &str| Err(CliError::Usage(format!("--output-dir {}: {reason}", folder.display())));
     let parent = durable::parent(folder);
     if !parent.is_dir() {
@@ -132,31 +136,23 @@ fn check_folder(folder: &Path, overwrite: bool, files: &ModelFiles) -> Result<()
     {
         return refuse("the model is read from there; choose another");
     }
-    if folder.exists() && !folder.is_dir() {
-        return refuse("it is not a folder");
-    }
-    if is_taken(folder) && !folder.exists() {
-        return refuse("it is a link that leads nowhere; give a folder");
-    }
+    check_folder("--output-dir", folder)?;
     if folder.file_name().is_some_and(|name| name.len() > LONGEST_NAME) {
         return refuse(&format!("the name has more than {LONGEST_NAME} bytes; choose a shorter one"));
     }
-    // A link counts as the folder that it leads to.
     let place = folder.canonicalize().unwrap_or_else(|_| folder.to_owned());
     check_unlisted("--output-dir", folder, durable::parent(&place))?;
     if checkpoint::is_checkpoint(folder) || is_of_run(&place) {
         return refuse("it is a part of a run, such as a checkpoint or the run's export; choose another folder");
     }
-    if !folder.exists() || durable::is_untouched(folder)? {
-        return durable::probe(durable::parent(&place), &place);
-    }
-    if !overwrite {
+    let is_empty = !folder.exists() || durable::is_untouched(folder)?;
+    if !is_empty && !overwrite {
         return refuse("it is not empty; choose another, or --overwrite");
     }
-    if !folder.join(durable::MANIFEST).exists() {
+    if !is_empty && !folder.join(durable::MANIFEST).exists() {
         return refuse("it has no manifest.json, so train-cli did not export it; choose another folder");
     }
-    durable::probe(parent, folder)
+    durable::probe(durable::parent(&place), &place).map(|()| place)
 }
 
 /// Writes the weights in as many files as `limit` asks for, with an index if there are several. Returns their bytes.

@@ -337,7 +337,8 @@ fn is_done(ready: &Ready, resumed: &Resumed, dry_run: bool) -> Result<bool, CliE
         return Ok(false);
     }
     if !dry_run {
-        if plan.settings.logging.report_to == ReportTo::Tensorboard && tensorboard::make_up(&plan.output_dir)? {
+        if plan.settings.logging.report_to == ReportTo::Tensorboard && tensorboard::write_if_missing(&plan.output_dir)?
+        {
             report::line("wrote the figures of the run for TensorBoard");
         }
         summarize(&plan.output_dir);
