@@ -67,6 +67,19 @@ fn the_real_tokenizer_gives_hugging_faces_ids() {
     assert_eq!(tokenizer.bytes(tokenizer.vocab_size() as u32), None);
 }
 
+/// The file needs no more memory than a hostile one may take, also without the spaces that make it twice as long.
+#[test]
+fn the_shortest_form_of_the_real_tokenizer_is_read() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = real_tokenizer(dir.path());
+    let ids = |path| Tokenizer::from_file(path).unwrap().encode("Who are you?").unwrap();
+    let (long, text) = (ids(&path), std::fs::read_to_string(&path).unwrap());
+    let short = serde_json::from_str::<Value>(&text).unwrap().to_string();
+    assert!(short.len() < text.len() * 2 / 3, "{} of {} bytes", short.len(), text.len());
+    std::fs::write(&path, short).unwrap();
+    assert_eq!(ids(&path), long);
+}
+
 /// A byte that begins or continues a character, again and again, ends none. The stream shows it all the same: otherwise it would
 /// decode all tokens for each one.
 #[test]

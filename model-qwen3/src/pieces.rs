@@ -1,8 +1,9 @@
 //! Cuts a long text into pieces that have the tokens of the whole. The tokenizer library takes up to 350 bytes of memory
 //! for each byte of a text, so that it gets a piece at a time.
 
+use crate::tokenizer::BytePairs;
 use serde_json::json;
-use tokenizers::{AddedToken, NormalizerWrapper, Tokenizer};
+use tokenizers::{AddedToken, NormalizerWrapper};
 
 /// Bytes after which a piece ends at the next place where it may.
 pub(crate) const PIECE: usize = 64 << 10;
@@ -25,7 +26,7 @@ pub(crate) struct Pieces {
 
 impl Pieces {
     /// None if the tokenizer does not find words as Qwen3's does: then nothing is known of where its texts may be cut.
-    pub(crate) fn of(tokenizer: &Tokenizer) -> Option<Self> {
+    pub(crate) fn of(tokenizer: &BytePairs) -> Option<Self> {
         let splitter = serde_json::to_value(tokenizer.get_pre_tokenizer()?).ok()?;
         let words = json!({"type": "Split", "pattern": {"Regex": WORDS}, "behavior": "Isolated", "invert": false});
         let bytes = &splitter["pretokenizers"][1];
@@ -105,11 +106,11 @@ mod tests {
     use super::*;
     use std::path::Path;
 
-    fn tokenizer(change: impl FnOnce(&mut serde_json::Value)) -> Tokenizer {
+    fn tokenizer(change: impl FnOnce(&mut serde_json::Value)) -> BytePairs {
         let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../train-cli/assets/demo/tokenizer.json");
         let mut value = serde_json::from_slice(&std::fs::read(path).unwrap()).unwrap();
         change(&mut value);
-        Tokenizer::from_bytes(value.to_string()).unwrap()
+        BytePairs::from_bytes(value.to_string()).unwrap()
     }
 
     /// Pieces of a text have the tokens of the whole, wherever the first place is looked for.

@@ -11,27 +11,67 @@ use crate::{
     json, limits,
     pieces::{LONGEST, PIECE, Pieces},
 };
-use serde::Deserialize;
+use serde::{Deserialize, de::IgnoredAny};
 use std::{
     panic::{AssertUnwindSafe, catch_unwind},
     path::Path,
 };
-use tokenizers::{DecoderWrapper, ModelWrapper, NormalizerWrapper, PreTokenizerWrapper};
+use tokenizers::{
+    DecoderWrapper, NormalizerWrapper, PostProcessorWrapper, PreTokenizerWrapper, TokenizerImpl, models::bpe::BPE,
+};
 
 /// Largest tokenizer.json that is read. That of Qwen3 has 11 MB.
 pub const LARGEST: u64 = 64 << 20;
-/// Most memory that reading may take: this, and some bytes for each byte of the file. The file of Qwen3 takes 150 MB.
-const MEMORY: usize = 192 << 20;
-const MEMORY_PER_BYTE: usize = 8;
+/// Most memory that reading may take: this, and a byte for each byte of the file.
+const MEMORY: usize = 64 << 20;
+const MEMORY_PER_BYTE: usize = 1;
 /// Most parts of a normalizer or a pre-tokenizer. Those of Qwen3 have one and two; each part takes time.
 const MOST_PARTS: usize = 8;
 /// Largest generation_config.json that is read. That of Qwen3 has 200 bytes.
 const LARGEST_GENERATION: u64 = 1 << 20;
 
+/// The library's tokenizer with a model of Qwen3's kind. Its type for any kind of model would hold all values of the file before
+/// it knows the kind, in three times the memory.
+pub(crate) type BytePairs =
+    TokenizerImpl<BPE, NormalizerWrapper, PreTokenizerWrapper, PostProcessorWrapper, DecoderWrapper>;
+
+/// The keys that a tokenizer.json may have. The library stops at any other, and says that it misses a comma.
+#[derive(Deserialize, Default)]
+#[serde(default, deny_unknown_fields)]
+#[allow(dead_code, reason = "only the names of the fields count")]
+struct Keys {
+    version: IgnoredAny,
+    truncation: IgnoredAny,
+    padding: IgnoredAny,
+    added_tokens: IgnoredAny,
+    normalizer: IgnoredAny,
+    pre_tokenizer: IgnoredAny,
+    post_processor: IgnoredAny,
+    decoder: IgnoredAny,
+    model: ModelKeys,
+}
+
+/// The keys that the model of a tokenizer.json may have.
+#[derive(Deserialize, Default)]
+#[serde(default, deny_unknown_fields)]
+#[allow(dead_code, reason = "only the names of the fields count")]
+struct ModelKeys {
+    r#type: IgnoredAny,
+    dropout: IgnoredAny,
+    unk_token: IgnoredAny,
+    continuing_subword_prefix: IgnoredAny,
+    end_of_word_suffix: IgnoredAny,
+    fuse_unk: IgnoredAny,
+    byte_fallback: IgnoredAny,
+    ignore_merges: IgnoredAny,
+    vocab: IgnoredAny,
+    merges: IgnoredAny,
+}
+
 /// Turns text into token ids and back.
 #[derive(Debug, Clone)]
 pub struct Tokenizer {
-    inner: tokenizers::Tokenizer,
+    inner: BytePairs,
     /// Where a long text is cut, if that is known.
     pieces: Option<Pieces>,
 }
@@ -49,7 +89,8 @@ impl Tokenizer {
     /// Parses the text of a tokenizer.json. `path` is for error messages.
     pub(crate) fn from_text(text: String, path: &Path) -> Result<Self, ModelError> {
         read(text, path, |text| {
-            let inner = tokenizers::Tokenizer::from_bytes(text.as_bytes()).and_then(complete)?;
+            serde_json::from_str::<Keys>(text)?;
+            let inner = BytePairs::from_bytes(text).and_then(complete)?;
             Ok(Self { pieces: Pieces::of(&inner), inner })
         })
     }
@@ -171,7 +212,7 @@ pub(crate) fn read<Answer: Send + 'static>(
 }
 
 /// The tokenizer without truncation, padding and dropout, if it is of the kind of Qwen3's.
-fn complete(mut inner: tokenizers::Tokenizer) -> tokenizers::Result<tokenizers::Tokenizer> {
+fn complete(mut inner: BytePairs) -> tokenizers::Result<BytePairs> {
     if let Some(normalizer) = inner.get_normalizer().filter(|normalizer| !keeps_length(normalizer)) {
         return Err(format!("the normalizer {normalizer:?} is not one of Qwen3, which has NFC").into());
     }
@@ -182,12 +223,10 @@ fn complete(mut inner: tokenizers::Tokenizer) -> tokenizers::Result<tokenizers::
         return Err("its decoder is not byte-level, as that of Qwen3 is".into());
     }
     inner.with_truncation(None)?.with_padding(None);
-    if let ModelWrapper::BPE(bpe) = inner.get_model()
-        && bpe.dropout.is_some()
-    {
-        let mut bpe = bpe.clone();
-        bpe.dropout = None;
-        inner.with_model(bpe);
+    if inner.get_model().dropout.is_some() {
+        let mut model = inner.get_model().clone();
+        model.dropout = None;
+        inner.with_model(model);
     }
     Ok(inner)
 }
