@@ -112,6 +112,10 @@ fn refused_flags() -> Vec<Case> {
             "--learning-rate -1: the value must be between 0 and 1",
         ),
         (
+            "fit -m m -d m/demo.tsv --device cpu --warmup-steps 1.9",
+            "--warmup-steps 1.9: a number of steps is whole, and a share of the run is below 1",
+        ),
+        (
             "fit -m m --synthetic --eval-data m/demo.tsv --device cpu",
             "--synthetic evaluates nothing; leave out --eval-data",
         ),
@@ -272,6 +276,19 @@ fn names_that_other_tools_use_work() {
         assert!(plan.lines().any(|l| l == line), "{line:?} is missing in:\n{plan}");
     }
     assert!(!d.join("runs").exists(), "this dry run writes nothing");
+}
+
+/// The target of a link may have a name that says nothing, as in the cache of `hf download`.
+#[test]
+#[cfg(unix)]
+fn a_model_that_a_link_names_is_called_as_the_link() {
+    let dir = tempfile::tempdir().unwrap();
+    tiny_model(&dir.path().join("3f2a"), true);
+    std::os::unix::fs::symlink("3f2a", dir.path().join("mine")).unwrap();
+    let words = "fit --dry-run -m mine -d mine/demo.tsv --device cpu --max-seq-length 64";
+    let plan = run(dir.path(), &words.split(' ').collect::<Vec<_>>());
+    let plan = String::from_utf8_lossy(&plan.stderr);
+    assert!(plan.contains("Z_mine\n") && !plan.contains("3f2a"), "{plan}");
 }
 
 #[test]

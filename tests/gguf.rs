@@ -146,6 +146,13 @@ fn nvfp4_weights_keep_their_codes_and_scales() {
         let stored = back.stored(&format!("model.layers.{block}.mlp.down_proj.weight")).unwrap();
         assert_eq!(matches!(stored, Stored::Packed { .. }), packed, "block {block}");
     }
+    let whole = std::fs::read(dir.path().join("x.gguf")).unwrap();
+    for cut in [whole.len() / 2, 300, 30] {
+        std::fs::write(dir.path().join("cut.gguf"), &whole[..cut]).unwrap();
+        let out = run(dir.path(), &["convert", "cut.gguf", "back/cut.dat", "--dtype", "nvfp4"]);
+        let stderr = String::from_utf8_lossy(&out.stderr);
+        assert!(stderr.contains("cut.gguf: ") && stderr.contains("damaged or cut off"), "{cut} bytes: {stderr}");
+    }
     // How a checkpoint is quantized is the business of its run.
     let out = run(dir.path(), &["convert", "r/checkpoint-1", "y.gguf", "--dtype", "nvfp4"]);
     let stderr = String::from_utf8_lossy(&out.stderr);

@@ -122,7 +122,10 @@ impl ModelFiles {
 
     /// The model's name, for run folders and headers.
     pub fn name(&self) -> String {
-        let path = self.weights.canonicalize().unwrap_or_else(|_| self.weights.clone());
+        // A link has a name of its own, which its target may not have. `..` has none.
+        let named = self.weights.file_name().is_some();
+        let path = if named { Ok(self.weights.clone()) } else { self.weights.canonicalize() };
+        let path = path.unwrap_or_else(|_| self.weights.clone());
         // What follows the last point of a folder's name is no extension: Qwen3-0.6B.
         let name = if path.is_dir() { path.file_name() } else { path.file_stem() };
         name.map_or_else(|| "model".into(), |n| n.to_string_lossy().into_owned())

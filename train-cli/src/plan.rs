@@ -208,7 +208,7 @@ fn can_be_recorded(settings: &Settings) -> Result<(), CliError> {
     }
 }
 
-/// Refuses numbers outside [`RANGES`].
+/// Refuses numbers outside [`RANGES`], and a part of a warm-up step.
 fn in_range(s: &Settings) -> Result<(), CliError> {
     let table = s.table();
     for (key, low, high) in RANGES {
@@ -222,6 +222,11 @@ fn in_range(s: &Settings) -> Result<(), CliError> {
             let range = if high == f64::MAX { format!("at least {low}") } else { format!("between {low} and {high}") };
             return Err(CliError::Usage(format!("{} {shown}: the value must be {range}", flag(key))));
         }
+    }
+    let warmup = s.optimizer.warmup_steps;
+    if warmup >= 1.0 && warmup.fract() != 0.0 {
+        let text = "a number of steps is whole, and a share of the run is below 1";
+        return Err(CliError::Usage(format!("--warmup-steps {warmup}: {text}")));
     }
     Ok(())
 }

@@ -164,6 +164,10 @@ pub(crate) fn not_of_the_guard(path: PathBuf) -> Result<PathBuf, &'static str> {
 const WORD: &str = "this word belongs to no flag; `train-cli generate --prompt TEXT` takes a prompt, and a value with spaces \
                     or a pattern such as 'rows/*.jsonl' needs quotation marks";
 
+/// The same for a command that takes words without flags, as `inspect FILE` does, and now has one too many.
+const WORD_TOO_MANY: &str = "this word is one too many; a value with spaces or a pattern such as 'rows/*.jsonl' needs \
+                             quotation marks";
+
 /// What to do with a second path of a model: the origin took its folder and its file.
 const MODEL: &str =
     "name the model once, by its folder or its file; --tokenizer FOLDER names its tokenizer if that lies elsewhere";
@@ -187,7 +191,10 @@ pub fn answer(error: &clap::Error) -> Option<String> {
     let typed = text(ContextKind::InvalidArg)?;
     let flag = typed.split([' ', '=']).next().unwrap_or_default();
     match error.kind() {
-        ErrorKind::UnknownArgument if !typed.starts_with('-') => Some(format!("{typed}: {WORD}")),
+        ErrorKind::UnknownArgument if !typed.starts_with('-') => {
+            let takes_words = error.get(ContextKind::Usage).is_some_and(|usage| usage.to_string().contains('<'));
+            Some(format!("{typed}: {}", if takes_words { WORD_TOO_MANY } else { WORD }))
+        }
         ErrorKind::UnknownArgument => {
             let (_, answer) = FLAGS.iter().find(|(name, _)| name.eq_ignore_ascii_case(flag))?;
             Some(format!("{flag}: {answer}"))
@@ -309,6 +316,7 @@ mod tests {
             ("chat -m m -o 0", "-o: `train-cli fit --memory-limit SIZE`"),
             ("generate -m m hi", "hi: this word belongs to no flag; `train-cli generate --prompt TEXT`"),
             ("chat -m m hi", "hi: this word belongs to no flag; `train-cli generate --prompt TEXT`"),
+            ("inspect a.dat b.dat", "b.dat: this word is one too many; a value with spaces"),
         ] {
             let error = Cli::try_parse_from(format!("train-cli {line}").split(' ')).unwrap_err();
             assert!(answer(&error).is_some_and(|answer| answer.starts_with(begins)), "{line}: {:?}", answer(&error));

@@ -175,7 +175,8 @@ fn placed(head: &Preamble<'_, impl Read>, declared: Vec<Declared>, values: u64) 
         let at = values.checked_add(offset);
         let fits = at.zip(end).and_then(|(at, bytes)| at.checked_add(bytes)).is_some_and(|end| end <= head.size);
         let (Some(at), true) = (at, fits) else {
-            return Err(head.bad(format!("{name:?} of shape {shape:?} does not fit into the file")));
+            let text = "does not fit into the file, which is damaged or cut off";
+            return Err(head.bad(format!("{name:?} of shape {shape:?} {text}")));
         };
         let (base, part) = names::split_gguf(&name);
         if part != GgufPart::Values {
@@ -304,7 +305,8 @@ impl<Input: Read> Preamble<'_, Input> {
     /// Refuses a length that the rest of the file does not have.
     fn left(&self, bytes: u64) -> Result<(), ModelError> {
         if bytes > self.size - self.at {
-            return Err(self.bad(format!("{bytes} bytes are declared, and {} are left", self.size - self.at)));
+            let left = self.size - self.at;
+            return Err(self.bad(format!("{bytes} bytes are declared, and {left} are left; it is damaged or cut off")));
         }
         Ok(())
     }
