@@ -489,7 +489,7 @@ fn cli_reference() -> String {
     let mut page = String::from(
         "# Command-line reference\n\n\
          This page is generated from the program's own `--help`; a test compares the two. Do not edit it.\n\n\
-         Flags may be written with `_` instead of `-`. `fit` also reads its flags from a TOML file (`--config`), whose \
+         Flags may be written with `_` instead of `-`. `fit` and `estimate` also read their flags from a TOML file (`--config`), whose \
          keys are the flags' names with `_`; a flag on the command line wins over the file.\n\n\
          Terms: [NVFP4, recipes and scales](../explain/nvfp4.md); [master weights, moments, clipping, damped finish and \
          packing](../explain/streaming-step.md).\n",

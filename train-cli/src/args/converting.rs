@@ -116,7 +116,7 @@ pub enum ContainerArg {
     Dat,
     /// One safetensors file
     Safetensors,
-    /// A GGUF file with config, tokenizer and chat template, for llama.cpp, Ollama and LM Studio
+    /// A GGUF file with config, tokenizer and chat template; tried with llama.cpp
     Gguf,
 }
 

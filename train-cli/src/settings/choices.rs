@@ -260,7 +260,8 @@ pub enum Format {
     Completion,
     /// JSON rows {"text": ...}, each a document; the loss counts every token
     Documents,
-    /// Each line is a prompt, a tab and the answer; lines that start with # are comments
+    /// Each line is a prompt, a tab and the answer; lines that start with # are comments, and a first line with the names of
+    /// the columns is left out
     Tsv,
     /// One document, or several if --document-separator is given, cut into sequences; the loss counts every token
     Text,

@@ -122,8 +122,8 @@ pub struct DataSettings {
     #[arg(long, value_name = "SHARE", alias = "val-size", alias = "val-set-size", help = format!(
         "Share of the training rows that is held out for evaluation: at least 1 row and at most {MOST_EVALUATED} rows; if there are \
          fewer than 10 rows, none is held out. The rows are drawn at random. Some rows become several sequences, so there is a second \
-         limit, which is {MOST_EVALUATED} sequences in all: drawing stops at the first row that would exceed it. Only the row that is \
-         drawn first is held out however long it is"
+         limit, which is {MOST_EVALUATED} sequences in all: drawing stops at the first row that would exceed it. The first row that is \
+         drawn is an exception: it is held out even if it exceeds this limit alone"
     ))]
     pub val_split: f64,
     /// Format of the data files
@@ -140,7 +140,7 @@ pub struct DataSettings {
     /// Which tokens the loss counts
     #[arg(long)]
     pub loss_on: LossOn,
-    /// What to do with rows longer than --max-seq-length
+    /// What to do with rows longer than --max-seq-length. Documents (plain text) are always split
     #[arg(long, alias = "excess-length-strategy")]
     pub overlong: Overlong,
     /// Pack several rows into one sequence; packed rows do not attend to each other
@@ -460,7 +460,7 @@ pub struct LoggingSettings {
     /// Prompt to answer at each evaluation; give the flag once for each prompt [default: the first rows of the data]
     #[arg(long, value_name = "TEXT", alias = "prompt", allow_hyphen_values = true)]
     pub sample_prompt: Vec<String>,
-    /// Write the memory in use in each phase of each step to this JSON file; this makes steps slower
+    /// Write the memory in use and the time of each phase of each step to this JSON file; this makes steps slower
     #[arg(long, value_name = "FILE", alias = "train-step-vram-report")]
     pub vram_report: Option<PathBuf>,
     /// Peak speed of the device in TFLOP/s, to report model FLOPs utilization (MFU) [default: the known peak of this card, if
