@@ -103,13 +103,21 @@ pub fn is_there(choice: DeviceChoice) -> bool {
 /// Bytes that are free on a GPU, as its driver says; None if it does not say, and for the CPU.
 pub fn free(choice: DeviceChoice) -> Option<u64> {
     match choice {
-        DeviceChoice::Cuda(index) => {
-            let ask = || CudaContext::new(index).and_then(|context| context.mem_get_info()).ok();
-            quietly(ask).flatten().map(|(free, _total)| free as u64)
-        }
+        DeviceChoice::Cuda(index) => cuda_memory(index).map(|(free, _total)| free as u64),
         DeviceChoice::Vulkan => vulkan_adapter()?.free(),
         DeviceChoice::Cpu | DeviceChoice::Auto => None,
     }
+}
+
+/// Bytes that all programs together use on a CUDA device, as its driver says; None for others.
+pub fn in_use(choice: DeviceChoice) -> Option<u64> {
+    let DeviceChoice::Cuda(index) = resolved(choice) else { return None };
+    cuda_memory(index).map(|(free, total)| (total - free) as u64)
+}
+
+/// Bytes that are free on a CUDA device, and bytes that it has.
+fn cuda_memory(index: usize) -> Option<(usize, usize)> {
+    quietly(|| CudaContext::new(index).and_then(|context| context.mem_get_info()).ok()).flatten()
 }
 
 /// The adapter that `--device vulkan` takes; None if there is none, or if it is not known which.

@@ -8,7 +8,8 @@ use crate::{
         measuring::{BATCH_SIZES, DECODE_CONTEXT, HEAD, PREFILL_CONTEXT, W4A4},
     },
     device::{self, Job},
-    report,
+    memory::estimate::flops_a_token,
+    peak, report,
     settings::HeadFormat,
 };
 use backend_nvfp4::{
@@ -144,15 +145,17 @@ fn decode<B: Nvfp4Kernels + DeviceMemory>(
     let of_rate = share.map_or(String::new(), |share| format!(" · {:.0} % of the memory's rate", share * 100.0));
     let memory = B::memory_in_use(&model.device()).map(|memory| memory.reserved >> 20);
     let reserved = memory.map_or(String::new(), |mib| format!(" · {mib} MiB reserved"));
+    let on_the_card = device::in_use(args.device).map(|bytes| bytes >> 20);
+    let used = on_the_card.map_or(String::new(), |mib| format!(", {mib} MiB in use on the card"));
     let per_second = 1.0 / token;
     show(
         args,
         format!(
-            "decode · {batch} at a time · context {context} · {name} · {per_second:.0} tokens/s{of_rate}{reserved}"
+            "decode · {batch} at a time · context {context} · {name} · {per_second:.0} tokens/s{of_rate}{reserved}{used}"
         ),
         json!({
             "what": "decode", "answers": batch, "context": context, "choice": name, "tokens_per_second": per_second,
-            "share_of_memory_rate": share, "memory_mib": memory,
+            "share_of_memory_rate": share, "memory_mib": memory, "card_memory_mib": on_the_card,
         }),
     );
     Ok(())
@@ -171,13 +174,23 @@ fn prefill<B: Nvfp4Kernels>(model: &Qwen3<B>, args: &BenchArgs, context: usize) 
         session.answer(&prompt, &options, |_| std::ops::ControlFlow::Continue(()))?;
         seconds.push(start.elapsed().as_secs_f64());
     }
-    let rate = context as f64 / median(&mut seconds);
+    let seconds = median(&mut seconds);
+    let rate = context as f64 / seconds;
+    let share = peak::of(args.device).map(|(_, peak)| prompt_flops(model.config(), context) / seconds / (peak * 1e12));
+    let of_peak = share.map_or(String::new(), |share| format!(" · {:.0} % of the card's peak", share * 100.0));
     show(
         args,
-        format!("prefill · context {context} · {rate:.0} tokens/s"),
-        json!({ "what": "prefill", "context": context, "tokens_per_second": rate }),
+        format!("prefill · context {context} · {rate:.0} tokens/s{of_peak}"),
+        json!({ "what": "prefill", "context": context, "tokens_per_second": rate, "share_of_peak": share }),
     );
     Ok(())
+}
+
+/// Floating-point operations that reading a prompt needs: a third of those of training, but for the head, which computes the
+/// logits of the last token only.
+fn prompt_flops(c: &Qwen3Config, tokens: usize) -> f64 {
+    let head = 2.0 * (c.vocab_size * c.hidden_size) as f64;
+    tokens as f64 * (flops_a_token(c, 0, tokens as f64) / 3.0 - head) + head
 }
 
 /// Prints a row in the form that was asked for.
