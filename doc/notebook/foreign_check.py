@@ -1,11 +1,9 @@
 """Loads what train-cli exports with the packages that it is for, and compares weights, logits and greedy tokens.
 
-    pip install torch==2.15.0 transformers==5.23.0 compressed-tensors==0.20.0 nvidia-modelopt==0.47.0 gguf==0.19.0
-    pip download --no-deps --no-binary llama-cpp-python llama-cpp-python==0.3.36 && tar xzf llama_cpp_python-0.3.36.tar.gz
-    npm pack @node-llama-cpp/linux-x64@3.22.1 && tar xzf node-llama-cpp-linux-x64-3.22.1.tgz
     python3 doc/notebook/foreign_check.py TRAIN_CLI FIXTURE LLAMA_SOURCE LLAMA_LIBRARIES
 
-FIXTURE is tests/golden/hf-qwen3/tiny-tied or tiny-untied. LLAMA_SOURCE is llama_cpp_python-0.3.36/vendor/llama.cpp, of which the
+foreign_check.sh installs the packages, and runs this script for both fixtures. FIXTURE is
+tests/golden/hf-qwen3/tiny-tied or tiny-untied. LLAMA_SOURCE is llama_cpp_python-0.3.36/vendor/llama.cpp, of which the
 headers and the converter are used. LLAMA_LIBRARIES is package/bins/linux-x64, llama.cpp's libraries; a C compiler links a small
 program to them. (PyPI's torch needs its CUDA packages even where no GPU is.) The fixtures have no tokenizer: the demo's is cut
 to the size of their vocabulary.

@@ -9,8 +9,8 @@ use crate::{
             ReportTo, SaveStrategy, by_name, parser,
         },
         defaults::{
-            BF16_BLOCK_IN, EVALUATION_SHARE, MOST_EVALUATED, RUNS, SAVING_SHARE, SHORTEST_SEQUENCE, advised_blocks,
-            longest, part_of_the_run, parts_of_the_run,
+            BF16_BLOCK_IN, EVALUATION_SHARE, FEWEST_SPLIT, MOST_EVALUATED, RUNS, SAVING_SHARE, SHORTEST_SEQUENCE,
+            advised_blocks, longest, part_of_the_run, parts_of_the_run,
         },
         extensions,
     },
@@ -121,7 +121,7 @@ pub struct DataSettings {
     /// Share of the training rows that are held out.
     #[arg(long, value_name = "SHARE", alias = "val-size", alias = "val-set-size", help = format!(
         "Share of the training rows that is held out for evaluation: at least 1 row and at most {MOST_EVALUATED} rows; if there are \
-         fewer than 10 rows, none is held out. The rows are drawn at random. Some rows become several sequences, so there is a second \
+         fewer than {FEWEST_SPLIT} rows, none is held out. The rows are drawn at random. Some rows become several sequences, so there is a second \
          limit, which is {MOST_EVALUATED} sequences in all: drawing stops at the first row that would exceed it. The first row that is \
          drawn is an exception: it is held out even if it exceeds this limit alone"
     ))]
