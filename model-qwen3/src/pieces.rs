@@ -1,9 +1,16 @@
 //! Cuts a long text into pieces that have the tokens of the whole. The tokenizer library takes up to 350 bytes of memory
 //! for each byte of a text, so that it gets a piece at a time.
 
-use crate::tokenizer::BytePairs;
 use serde_json::json;
-use tokenizers::{AddedToken, NormalizerWrapper};
+use tokenizers::{
+    AddedToken, DecoderWrapper, NormalizerWrapper, PostProcessorWrapper, PreTokenizerWrapper, TokenizerImpl,
+    models::bpe::BPE,
+};
+
+/// The library's tokenizer with a model of Qwen3's kind. Its type for any kind of model would hold all values of the file before
+/// it knows the kind, in three times the memory.
+pub(crate) type BytePairs =
+    TokenizerImpl<BPE, NormalizerWrapper, PreTokenizerWrapper, PostProcessorWrapper, DecoderWrapper>;
 
 /// Bytes after which a piece ends at the next place where it may.
 pub(crate) const PIECE: usize = 64 << 10;

@@ -9,16 +9,14 @@ use crate::{
     config::OneOrMany,
     file::read_text,
     json, limits,
-    pieces::{LONGEST, PIECE, Pieces},
+    pieces::{BytePairs, LONGEST, PIECE, Pieces},
 };
 use serde::{Deserialize, de::IgnoredAny};
 use std::{
     panic::{AssertUnwindSafe, catch_unwind},
     path::Path,
 };
-use tokenizers::{
-    DecoderWrapper, NormalizerWrapper, PostProcessorWrapper, PreTokenizerWrapper, TokenizerImpl, models::bpe::BPE,
-};
+use tokenizers::{DecoderWrapper, NormalizerWrapper, PreTokenizerWrapper};
 
 /// Largest tokenizer.json that is read. That of Qwen3 has 11 MB.
 pub const LARGEST: u64 = 64 << 20;
@@ -29,11 +27,6 @@ const MEMORY_PER_BYTE: usize = 1;
 const MOST_PARTS: usize = 8;
 /// Largest generation_config.json that is read. That of Qwen3 has 200 bytes.
 const LARGEST_GENERATION: u64 = 1 << 20;
-
-/// The library's tokenizer with a model of Qwen3's kind. Its type for any kind of model would hold all values of the file before
-/// it knows the kind, in three times the memory.
-pub(crate) type BytePairs =
-    TokenizerImpl<BPE, NormalizerWrapper, PreTokenizerWrapper, PostProcessorWrapper, DecoderWrapper>;
 
 /// The keys that a tokenizer.json may have. The library stops at any other, and says that it misses a comma.
 #[derive(Deserialize, Default)]
