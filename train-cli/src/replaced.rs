@@ -192,7 +192,10 @@ pub fn answer(error: &clap::Error) -> Option<String> {
     let flag = typed.split([' ', '=']).next().unwrap_or_default();
     match error.kind() {
         ErrorKind::UnknownArgument if !typed.starts_with('-') => {
-            let takes_words = error.get(ContextKind::Usage).is_some_and(|usage| usage.to_string().contains('<'));
+            let usage = error.get(ContextKind::Usage).map(ToString::to_string).unwrap_or_default();
+            let words: Vec<&str> = usage.split_whitespace().collect();
+            // The value of a flag stands behind it.
+            let takes_words = words.windows(2).any(|two| two[1].starts_with('<') && !two[0].starts_with('-'));
             Some(format!("{typed}: {}", if takes_words { WORD_TOO_MANY } else { WORD }))
         }
         ErrorKind::UnknownArgument => {
