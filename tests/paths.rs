@@ -283,7 +283,8 @@ fn numbers_tokenizer(vocabulary: usize) -> Value {
         "pre_tokenizer": {"type": "Split", "pattern": {"Regex": "<[0-9]+>"}, "behavior": "Isolated", "invert": false},
         "post_processor": null,
         "decoder": {"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": false, "use_regex": false},
-        "model": {"type": "WordLevel", "vocab": vocab, "unk_token": "<0>"},
+        // A number is a token by itself; nothing is merged.
+        "model": {"type": "BPE", "vocab": vocab, "merges": [], "ignore_merges": true, "unk_token": "<0>"},
     })
 }
 
