@@ -174,16 +174,6 @@ impl Nvfp4Kernels for NdArray {
         burn_ops::products(product, &a, &b, precision, out)
     }
 
-    fn token_products(x: Operand<Self>, w: Vec<Operand<Self>>, _precision: Precision) -> Vec<FloatTensor<Self>> {
-        let x = match x {
-            Operand::Dense(x) => x,
-            Operand::Packed(x) => Self::nvfp4_dequantize(&x, DType::F32),
-        };
-        let (rows, x) = (x.shape()[0], array(x));
-        let x = x.as_slice().expect("`array` made it contiguous");
-        w.into_iter().map(|w| token_product(x, rows, w)).collect()
-    }
-
     fn product_sum(
         product: Product,
         a: Vec<Operand<Self>>,
@@ -452,28 +442,6 @@ fn padded_keys(x: NdArrayTensor) -> NdArrayTensor {
     primitive(Tensor::cat(vec![x, zeros], 0))
 }
 
-/// Multiplies rows `[rows, K]`, each the newest token of a sequence, by a weight `[N, K]`.
-fn token_product(x: &[f32], rows: usize, w: Operand<NdArray>) -> FloatTensor<NdArray> {
-    let ([n, k], y) = match w {
-        Operand::Dense(w) => {
-            let (dims, w) = ([w.shape()[0], w.shape()[1]], array(w));
-            let w = reference::Weight::Dense(w.as_slice().expect("`array` made it contiguous"));
-            (dims, reference::token_product(x, w, dims))
-        }
-        Operand::Packed(w) => {
-            let (dims, codes, scales) = (w.dims(), word_array(w.codes), byte_array(w.scales));
-            let packed = Packed {
-                codes: codes.as_slice().expect("`word_array` made it contiguous"),
-                scales: scales.as_slice().expect("`byte_array` made it contiguous"),
-                global: f32::from_bits(words(w.global)[0]),
-            };
-            (dims, reference::token_product(x, reference::Weight::Packed(packed), dims))
-        }
-    };
-    debug_assert_eq!(x.len(), rows * k, "each row has a value for each column of the weight");
-    from_floats(y, [rows, n])
-}
-
 /// Multiplies two matrices as they are stored. Burn's own product copies a transposed matrix first, which would copy the
 /// head of a model for every token.
 fn product_of(lhs: NdArrayTensor, rhs: NdArrayTensor) -> FloatTensor<NdArray> {
@@ -507,10 +475,7 @@ fn device_packed(q: Packed, rows: usize) -> Nvfp4Primitive<NdArray> {
 /// The f32 array of a tensor in row-major order. It is not copied if it is contiguous and nothing else holds it.
 fn array(x: NdArrayTensor) -> SharedArray<f32> {
     let NdArrayTensor::F32(storage) = x else { panic!("the CPU backend computes in f32") };
-    row_major(storage.into_shared())
-}
-
-fn row_major<Value: Clone>(array: SharedArray<Value>) -> SharedArray<Value> {
+    let array = storage.into_shared();
     if array.is_standard_layout() { array } else { array.as_standard_layout().into_owned().into_shared() }
 }
 
@@ -523,23 +488,13 @@ fn floats(x: NdArrayTensor) -> Vec<f32> {
 }
 
 fn words(x: NdArrayTensor) -> Vec<u32> {
-    values(&word_array(x))
+    let NdArrayTensor::U32(storage) = x else { panic!("codes are U32") };
+    values(&storage.into_shared())
 }
 
 fn bytes(x: NdArrayTensor) -> Vec<u8> {
-    values(&byte_array(x))
-}
-
-/// The words of a tensor in row-major order.
-fn word_array(x: NdArrayTensor) -> SharedArray<u32> {
-    let NdArrayTensor::U32(storage) = x else { panic!("codes are U32") };
-    row_major(storage.into_shared())
-}
-
-/// The bytes of a tensor in row-major order.
-fn byte_array(x: NdArrayTensor) -> SharedArray<u8> {
     let NdArrayTensor::U8(storage) = x else { panic!("scales are U8") };
-    row_major(storage.into_shared())
+    values(&storage.into_shared())
 }
 
 /// The values of an array in row-major order. A slice is copied at once, and an iterator gives value by value.

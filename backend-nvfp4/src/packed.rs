@@ -18,7 +18,7 @@ use kernels_cubecl::layout::{BLOCK, scales_per_row, words_per_row};
 pub const PACKED_BYTES: f64 = 0.5 + 1.0 / BLOCK as f64;
 
 /// A packed matrix over any kind of buffer. Without parameters it is host data.
-#[derive(Debug, Clone, Copy, PartialEq)]
+#[derive(Debug, Clone, PartialEq)]
 pub struct Packed<Codes = Vec<u32>, Scales = Vec<u8>, Global = f32> {
     /// `[rows, cols / 8]` words of 32 bits, eight codes each.
     pub codes: Codes,

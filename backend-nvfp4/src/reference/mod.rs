@@ -15,7 +15,6 @@ mod random;
 mod requantize;
 mod segment_sum;
 mod threads;
-mod token_product;
 
 pub use adamw::{adamw, repack, round};
 pub(crate) use adamw::{round_states, unpacked, unrounded};
@@ -33,4 +32,3 @@ pub use quantize::{
 pub use random::{draw_of, normals, philox};
 pub use requantize::{requantize, rescale, with_room};
 pub use segment_sum::segment_sum;
-pub use token_product::{Weight, token_product};

@@ -158,25 +158,21 @@ fn row_scale(amax: f32) -> f32 {
 
 /// The values of a packed matrix, row-major: `(code * scale) * g`, where each product is rounded to f32.
 pub fn dequantize(packed: &Packed, rows: usize, cols: usize) -> Vec<f32> {
-    let packed = Packed { codes: &packed.codes[..], scales: &packed.scales[..], global: packed.global };
-    let mut out = Vec::with_capacity(rows * cols);
-    (0..rows).for_each(|row| append_row(&mut out, packed, row, cols));
-    out
-}
-
-/// Appends the values of a row of a packed matrix.
-pub(super) fn append_row(out: &mut Vec<f32>, packed: Packed<&[u32], &[u8]>, row: usize, cols: usize) {
     let grid: [f32; 16] = std::array::from_fn(|code| e2m1_decode(code as u8));
     let (words, blocks) = (words_per_row(cols), scales_per_row(cols));
-    let codes = packed.codes[row * words..][..words].chunks_exact(BLOCK / CODES_PER_WORD);
-    for (codes, scale) in codes.zip(&packed.scales[row * blocks..][..blocks]) {
-        let scale = e4m3_decode(*scale);
-        // A block has as many values as there are codes, so that its table costs no more than its values would.
-        let values = grid.map(|value| (value * scale) * packed.global);
-        for word in codes {
-            out.extend((0..CODES_PER_WORD).map(|i| values[(word >> (4 * i) & 15) as usize]));
+    let mut out = Vec::with_capacity(rows * cols);
+    for r in 0..rows {
+        let codes = packed.codes[r * words..(r + 1) * words].chunks_exact(BLOCK / CODES_PER_WORD);
+        for (codes, scale) in codes.zip(&packed.scales[r * blocks..(r + 1) * blocks]) {
+            let scale = e4m3_decode(*scale);
+            // A block has as many values as there are codes, so that its table costs no more than its values would.
+            let values = grid.map(|value| (value * scale) * packed.global);
+            for word in codes {
+                out.extend((0..CODES_PER_WORD).map(|i| values[(word >> (4 * i) & 15) as usize]));
+            }
         }
     }
+    out
 }
 
 /// Computes the block scales of one tensor.
