@@ -209,10 +209,8 @@ with torch.no_grad():
         off = max(off, *(abs(a[n] - c[n]) for n in c))
         moved = max(moved, *(abs(a[n] - b[n]) for n in c))
     # transformers reads each of our greedy answers once. Both must choose the same token wherever the lead of the first over the
-    # second is more than both log probabilities are off. Both add in other orders, so that sums differ in their last bits. If an
-    # activation lies between two 4-bit codes, this can move it to the other code, and the rest of that answer is further off. It
-    # must stay well below what the quantization of activations itself moves.
-    positions, near, clear, same, far = 0, 0, 0, 0, 0.0
+    # second is more than both log probabilities can be off.
+    positions, clear, same, far = 0, 0, 0, 0.0
     for text in PROMPTS:
         answer = json.loads(run("generate", "-m", folder / "w4a4", "--raw", "-p", text, "--max-tokens", GREEDY, "--temperature", "0",
                                 "--json", "--logprobs", size, "--device", "cpu"))
@@ -220,15 +218,14 @@ with torch.no_grad():
         after = loaded(torch.tensor([read_ids + answer["ids"]])).logits[0, len(read_ids) - 1 : -1].log_softmax(-1)
         for row, id, found in zip(after, answer["ids"], answer["logprobs"], strict=True):
             assert len(found["top"]) == size, len(found["top"])
-            off_here = max(abs(float(row[token["id"]]) - token["logprob"]) for token in found["top"])
+            far = max(far, *(abs(float(row[token["id"]]) - token["logprob"]) for token in found["top"]))
             (first, second), (chosen, _) = row.topk(2)
-            leads = bool(first - second > 2 * max(W4A4_BOUND, off_here))
-            positions, near, far = positions + 1, near + (off_here <= W4A4_BOUND), max(far, off_here)
-            clear, same = clear + leads, same + (leads and bool(chosen == id))
+            positions += 1
+            clear += bool(first - second > 2 * W4A4_BOUND)
+            same += bool(first - second > 2 * W4A4_BOUND and chosen == id)
 check("compressed-tensors W4A4, greedy answers by transformers with quantized activations",
-      near >= positions / 2 and far <= moved / 2 and same == clear and clear >= positions / 2,
-      f"log probabilities of {near} of {positions} tokens within {W4A4_BOUND:g}, the others {far:.1e} apart (half of {moved:.2f} is "
-      f"allowed); {clear} tokens above the margin, {same} equal")
+      far <= W4A4_BOUND and same == clear and clear >= 0.9 * positions,
+      f"log probabilities {far:.1e} apart (bound {W4A4_BOUND:g}); {clear} of {positions} above the margin, {same} equal")
 check("compressed-tensors W4A4, transformers with quantized activations", off <= 1e-5,
       f"log probabilities of {len(PROMPTS)} prompts {off:.1e} apart (bound 1e-05); the quantization of activations moves them by {moved:.2f}")
 
