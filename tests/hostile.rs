@@ -431,6 +431,21 @@ fn values_without_number_take_no_memory_without_bound() {
     }
 }
 
+/// A million tokens of a few bytes each, which take more memory than the reader of a tokenizer has.
+#[test]
+fn a_tokenizer_that_takes_too_much_memory_is_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    let d = dir.path();
+    tiny_model(&d.join("m"), true);
+    tiny_model(&d.join("t"), true);
+    let good = std::fs::read_to_string(d.join("t/tokenizer.json")).unwrap();
+    let tokens: String = (0..1 << 20).map(|n| format!("\"~{n:x}\": {},", 600 + n)).collect();
+    let many = good.replacen("\"vocab\": {", &format!("\"vocab\": {{{tokens}"), 1);
+    std::fs::write(d.join("t/tokenizer.json"), many).unwrap();
+    let said = refused(d, &["data", "preview", "m/demo.tsv", "-m", "m", "--tokenizer", "t"], 2);
+    assert!(said.contains("t/tokenizer.json: it took more than ") && said.contains(" MiB of memory"), "{said}");
+}
+
 /// What the metadata of a Parquet file say of its rows, in Thrift's compact protocol.
 #[test]
 fn hostile_metadata_of_parquet_are_refused() {

@@ -741,7 +741,7 @@ fn heard(server: &Server, body: &Value, open: &[AtomicUsize; 2]) -> (Vec<Value>,
 /// 32 streams at once, for 20 seconds: no error, no wrong answer, no long gap between two tokens, and no growing memory. The
 /// gaps are measured in processor time of the server, because other tests take time on the same cores; a server that waits
 /// takes none, and for that there is a wide limit of real time. A thread of this test that waits for a core still sees its
-/// tokens late, so it is enough that one of some rounds is even.
+/// tokens late, so it is enough that one round in five is even.
 #[test]
 fn streams_at_once_are_even_and_right() {
     let dir = folder();
@@ -795,8 +795,9 @@ fn streams_at_once_are_even_and_right() {
     let after = server.resident();
     eprintln!("memory {before} to {after}");
     assert!(
-        even > 0,
-        "{rounds} rounds: 1 % of the gaps are more than four times as long as half of them, or the server waits"
+        5 * even >= rounds,
+        "{even} of {rounds} rounds are even: in the others 1 % of the gaps are more than four times as long as half of them, or \
+         the server waits"
     );
     let most = open[1].load(Ordering::Relaxed);
     assert!(most >= 24, "at most {most} of 32 streams had begun and not ended");

@@ -7,8 +7,8 @@ use tokenizers::{
     models::bpe::BPE,
 };
 
-/// The library's tokenizer with a model of Qwen3's kind. Its type for any kind of model would hold all values of the file before
-/// it knows the kind, in three times the memory.
+/// The library's tokenizer with a model of Qwen3's kind. The library's type for any kind of model would first hold all values of
+/// the file in memory, because it learns the kind only from them.
 pub(crate) type BytePairs =
     TokenizerImpl<BPE, NormalizerWrapper, PreTokenizerWrapper, PostProcessorWrapper, DecoderWrapper>;
 

@@ -122,10 +122,9 @@ impl ModelFiles {
 
     /// The model's name, for run folders and headers.
     pub fn name(&self) -> String {
-        // A link has a name of its own, which its target may not have. `..` has none.
-        let named = self.weights.file_name().is_some();
-        let path = if named { Ok(self.weights.clone()) } else { self.weights.canonicalize() };
-        let path = path.unwrap_or_else(|_| self.weights.clone());
+        // A link is called by its own name. Only a path that ends in `..` must be followed to have one.
+        let followed = || self.weights.canonicalize().unwrap_or_else(|_| self.weights.clone());
+        let path = if self.weights.file_name().is_some() { self.weights.clone() } else { followed() };
         // What follows the last point of a folder's name is no extension: Qwen3-0.6B.
         let name = if path.is_dir() { path.file_name() } else { path.file_stem() };
         name.map_or_else(|| "model".into(), |n| n.to_string_lossy().into_owned())

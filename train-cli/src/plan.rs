@@ -71,6 +71,7 @@ impl Plan {
         // The checks below turn the settings into a table, and a table cannot hold a path that is not UTF-8.
         can_be_recorded(&settings)?;
         in_range(&settings)?;
+        check_warmup(&settings)?;
         no_path_is_empty(&mut settings)?;
         consistent(&settings)?;
         let mut settings = with_files(settings)?;
@@ -208,7 +209,7 @@ fn can_be_recorded(settings: &Settings) -> Result<(), CliError> {
     }
 }
 
-/// Refuses numbers outside [`RANGES`], and a part of a warm-up step.
+/// Refuses numbers outside [`RANGES`].
 fn in_range(s: &Settings) -> Result<(), CliError> {
     let table = s.table();
     for (key, low, high) in RANGES {
@@ -223,6 +224,11 @@ fn in_range(s: &Settings) -> Result<(), CliError> {
             return Err(CliError::Usage(format!("{} {shown}: the value must be {range}", flag(key))));
         }
     }
+    Ok(())
+}
+
+/// Refuses a warm-up that is neither a whole number of steps nor a share of the run.
+fn check_warmup(s: &Settings) -> Result<(), CliError> {
     let warmup = s.optimizer.warmup_steps;
     if warmup >= 1.0 && warmup.fract() != 0.0 {
         let text = "a number of steps is whole, and a share of the run is below 1";

@@ -8,7 +8,7 @@ use crate::{
         measuring::{BATCH_SIZES, DECODE_CONTEXT, HEAD, PREFILL_CONTEXT, W4A4},
     },
     device::{self, Job},
-    memory::estimate::flops_a_token,
+    memory::estimate::flops_of_prompt,
     peak, report,
     settings::HeadFormat,
 };
@@ -176,7 +176,8 @@ fn prefill<B: Nvfp4Kernels>(model: &Qwen3<B>, args: &BenchArgs, context: usize) 
     }
     let seconds = median(&mut seconds);
     let rate = context as f64 / seconds;
-    let share = peak::of(args.device).map(|(_, peak)| prompt_flops(model.config(), context) / seconds / (peak * 1e12));
+    let flops = flops_of_prompt(model.config(), context as f64);
+    let share = peak::of(args.device).map(|(_, peak)| flops / seconds / (peak * 1e12));
     let of_peak = share.map_or(String::new(), |share| format!(" · {:.0} % of the card's peak", share * 100.0));
     show(
         args,
@@ -184,13 +185,6 @@ fn prefill<B: Nvfp4Kernels>(model: &Qwen3<B>, args: &BenchArgs, context: usize) 
         json!({ "what": "prefill", "context": context, "tokens_per_second": rate, "share_of_peak": share }),
     );
     Ok(())
-}
-
-/// Floating-point operations that reading a prompt needs: a third of those of training, but for the head, which computes the
-/// logits of the last token only.
-fn prompt_flops(c: &Qwen3Config, tokens: usize) -> f64 {
-    let head = 2.0 * (c.vocab_size * c.hidden_size) as f64;
-    tokens as f64 * (flops_a_token(c, 0, tokens as f64) / 3.0 - head) + head
 }
 
 /// Prints a row in the form that was asked for.

@@ -239,10 +239,21 @@ impl Estimate {
 /// only the last `last` blocks are trained (0 is all), the others have no backward pass, and that of the head has two, because it
 /// is not trained. Recomputation does not count.
 pub fn flops_a_token(c: &Qwen3Config, last: usize, length: f64) -> f64 {
-    let s = Sizes::of(c);
-    let block = s.block + (c.num_attention_heads * c.head_dim) as f64 * length;
+    let (s, block) = (Sizes::of(c), products_of_block(c, length));
     let (trained, head) = if last == 0 { (s.blocks, 4.0) } else { ((last as f64).min(s.blocks), 2.0) };
     2.0 * (s.blocks * block + s.embedding) + 4.0 * trained * block + head * s.embedding
+}
+
+/// Floating-point operations that reading a prompt of `length` tokens needs. The head computes the logits of its last token only.
+pub fn flops_of_prompt(c: &Qwen3Config, length: f64) -> f64 {
+    let s = Sizes::of(c);
+    2.0 * (length * s.blocks * products_of_block(c, length) + s.embedding)
+}
+
+/// Multiplications that a block makes for a token of a document of `length` tokens: one for each parameter of its matrices, and
+/// those of attention, of which causality leaves half.
+fn products_of_block(c: &Qwen3Config, length: f64) -> f64 {
+    Sizes::of(c).block + (c.num_attention_heads * c.head_dim) as f64 * length
 }
 
 /// Bytes of the logits that the head of a step holds.
@@ -253,4 +264,34 @@ fn logits(c: &Qwen3Config, tokens: f64, precision: Precision) -> f64 {
     // The rows that remain after the last full chunk have a second buffer, of up to the same size. For short chunks the other
     // parts, which are estimated too high, have room for it. What a long chunk has more is counted for both buffers.
     (short + 2.0 * (chunk - short)).min(3.0 * tokens) * (c.vocab_size * value) as f64
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Training makes three times the products of a forward pass, in which the head computes the logits of every token.
+    #[test]
+    fn a_prompt_needs_a_third_of_training_without_the_logits_of_earlier_tokens() {
+        let c = Qwen3Config {
+            vocab_size: 1000,
+            hidden_size: 64,
+            intermediate_size: 160,
+            num_hidden_layers: 3,
+            num_attention_heads: 4,
+            num_key_value_heads: 2,
+            head_dim: 16,
+            rms_norm_eps: 1e-6,
+            rope_theta: 10_000.0,
+            max_position_embeddings: 512,
+            tie_word_embeddings: true,
+            eos_token_ids: vec![],
+            initializer_range: 0.02,
+        };
+        // By hand: q and o 64x64, k and v 64x32, gate, up and down 64x160; 64 values of each of 10 tokens in two products, halved.
+        let block = 2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 160 + 64 * 10;
+        assert_eq!(flops_of_prompt(&c, 10.0), (2 * (10 * 3 * block + 1000 * 64)) as f64);
+        let logits_of_nine = (2 * 9 * 1000 * 64) as f64;
+        assert_eq!(flops_of_prompt(&c, 10.0), 10.0 * flops_a_token(&c, 0, 10.0) / 3.0 - logits_of_nine);
+    }
 }

@@ -121,9 +121,9 @@ pub struct DataSettings {
     /// Share of the training rows that are held out.
     #[arg(long, value_name = "SHARE", alias = "val-size", alias = "val-set-size", help = format!(
         "Share of the training rows that is held out for evaluation: at least 1 row and at most {MOST_EVALUATED} rows; if there are \
-         fewer than {FEWEST_SPLIT} rows, none is held out. The rows are drawn at random. Some rows become several sequences, so there is a second \
-         limit, which is {MOST_EVALUATED} sequences in all: drawing stops at the first row that would exceed it. The first row that is \
-         drawn is an exception: it is held out even if it exceeds this limit alone"
+         fewer than {FEWEST_SPLIT} rows, none is held out. The rows are drawn at random. Some rows become several sequences, so \
+         there is a second limit, which is {MOST_EVALUATED} sequences in all: drawing stops at the first row that would exceed it. \
+         The first row that is drawn is an exception: it is held out even if it alone exceeds this limit"
     ))]
     pub val_split: f64,
     /// Format of the data files
