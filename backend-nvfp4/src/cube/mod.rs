@@ -41,7 +41,7 @@ use burn::tensor::{
 };
 use burn_cubecl::{
     BoolElement, CubeBackend, CubeRuntime, FloatElement, IntElement, kernel::into_contiguous,
-    ops::numeric::empty_device_contiguous_dtype,
+    ops::numeric::empty_device_contiguous_dtype, tensor::CubeTensor,
 };
 use cubecl::server::ComputeServer;
 use kernels_cubecl::{
@@ -309,7 +309,11 @@ where
     fn e4m3_decode(words: IntTensor<Self>, dtype: DType) -> FloatTensor<Self> {
         let words = into_contiguous(words);
         let [rows, cols] = dims(&words);
-        let y = empty(&words, [rows, cols * e4m3::BYTES_PER_WORD], dtype);
+        let shape = [rows, cols * e4m3::BYTES_PER_WORD];
+        // Each chunk of a prompt reads a longer cache. The device's pool would keep a buffer of every length, but uses those of a
+        // few lengths again.
+        let room = empty(&words, [rows.next_power_of_two(), shape[1]], dtype);
+        let y = CubeTensor::new_contiguous(room.client, room.device, Shape::new(shape), room.handle, dtype);
         launched(e4m3::decode(&words.client, arg(&words), arg(&y), dtype.into()));
         y
     }
