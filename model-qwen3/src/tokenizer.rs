@@ -11,8 +11,12 @@ use crate::{
     json, limits,
     pieces::{BytePairs, LONGEST, PIECE, Pieces},
 };
-use serde::{Deserialize, de::IgnoredAny};
+use serde::{
+    Deserialize, Deserializer,
+    de::{Error, IgnoredAny, MapAccess, SeqAccess, Visitor},
+};
 use std::{
+    fmt,
     panic::{AssertUnwindSafe, catch_unwind},
     path::Path,
 };
@@ -24,12 +28,15 @@ pub const LARGEST: u64 = 64 << 20;
 /// than one with a small file.
 const MEMORY: usize = 64 << 20;
 const MEMORY_PER_BYTE: usize = 1;
+/// Most tokens of the vocabulary, and most merges, each of which makes a token. Qwen3 has 151,643 tokens. A short token takes 350
+/// bytes of memory, and 15 of the file.
+const MOST_TOKENS: usize = 3 << 16;
 /// Most parts of a normalizer or a pre-tokenizer. Those of Qwen3 have one and two; each part takes time.
 const MOST_PARTS: usize = 8;
 /// Largest generation_config.json that is read. That of Qwen3 has 200 bytes.
 const LARGEST_GENERATION: u64 = 1 << 20;
 
-/// The keys that a tokenizer.json may have. At any other key the library would stop too, but would say that a comma is missing.
+/// The keys that a tokenizer.json may have, and how many tokens and merges. At any other key the library would stop too, but would say that a comma is missing.
 #[derive(Deserialize, Default)]
 #[serde(default, deny_unknown_fields)]
 #[allow(dead_code, reason = "only the names of the fields count")]
@@ -58,8 +65,46 @@ struct ModelKeys {
     fuse_unk: IgnoredAny,
     byte_fallback: IgnoredAny,
     ignore_merges: IgnoredAny,
-    vocab: IgnoredAny,
-    merges: IgnoredAny,
+    vocab: Few,
+    merges: Few,
+}
+
+/// An object or a list with at most [`MOST_TOKENS`] entries, of which nothing is kept.
+#[derive(Default)]
+struct Few;
+
+impl<'de> Deserialize<'de> for Few {
+    fn deserialize<Source: Deserializer<'de>>(source: Source) -> Result<Self, Source::Error> {
+        source.deserialize_any(Self)
+    }
+}
+
+impl<'de> Visitor<'de> for Few {
+    type Value = Self;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("an object of tokens or a list of merges")
+    }
+
+    fn visit_map<Source: MapAccess<'de>>(self, mut map: Source) -> Result<Self, Source::Error> {
+        few(|| Ok(map.next_entry::<IgnoredAny, IgnoredAny>()?.is_some())).map(|()| self)
+    }
+
+    fn visit_seq<Source: SeqAccess<'de>>(self, mut list: Source) -> Result<Self, Source::Error> {
+        few(|| Ok(list.next_element::<IgnoredAny>()?.is_some())).map(|()| self)
+    }
+}
+
+/// Takes entries until `next` says that there are none, at most [`MOST_TOKENS`].
+fn few<Failure: Error>(mut next: impl FnMut() -> Result<bool, Failure>) -> Result<(), Failure> {
+    let mut count = 0;
+    while next()? {
+        count += 1;
+        if count > MOST_TOKENS {
+            return Err(Failure::custom(format!("there are more than {MOST_TOKENS} tokens or merges")));
+        }
+    }
+    Ok(())
 }
 
 /// Turns text into token ids and back.
@@ -83,7 +128,6 @@ impl Tokenizer {
     /// Parses the text of a tokenizer.json. `path` is for error messages.
     pub(crate) fn from_text(text: String, path: &Path) -> Result<Self, ModelError> {
         read(text, path, |text| {
-            serde_json::from_str::<Keys>(text)?;
             let inner = BytePairs::from_bytes(text).and_then(complete)?;
             Ok(Self { pieces: Pieces::of(&inner), inner })
         })
@@ -186,8 +230,8 @@ fn byte_of(c: char) -> Option<u8> {
     u8::try_from(byte).ok()
 }
 
-/// What `work` makes of the text of a tokenizer.json, in which no key may stand twice. The memory for it is limited. `path` is
-/// for error messages.
+/// What `work` makes of the text of a tokenizer.json, in which no key may be unknown or stand twice. The memory for it is limited.
+/// `path` is for error messages.
 pub(crate) fn read<Answer: Send + 'static>(
     text: String,
     path: &Path,
@@ -196,6 +240,7 @@ pub(crate) fn read<Answer: Send + 'static>(
     const WHAT: &str = "tokenizer";
     let memory = MEMORY + MEMORY_PER_BYTE * text.len();
     let checked = move || {
+        serde_json::from_str::<Keys>(&text)?;
         json::check(&text)?;
         work(&text)
     };
