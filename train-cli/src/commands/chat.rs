@@ -9,7 +9,7 @@ use crate::{
     report,
     talk::{
         answer::{self, Answer, INTERRUPTED, LENGTH},
-        dialog::Dialog,
+        dialog::{Dialog, Prompt},
         entry::{Entry, HELP, Source},
         first_answers::Expected,
         loaded::{Loaded, Opened, thinking},
@@ -149,26 +149,29 @@ impl<B: Nvfp4Kernels> Talk<'_, B> {
         self.dialog.ask(message);
         let answered = self.answered(message);
         match &answered {
-            Ok(answer) if !(answer.text.is_empty() && answer.stop() == INTERRUPTED) => self.dialog.reply(&answer.text),
+            Ok((prompt, answer)) if !(answer.text.is_empty() && answer.stop() == INTERRUPTED) => {
+                self.dialog.reply(prompt, answer);
+            }
             _ => {
                 self.dialog.undo();
             }
         }
-        match answered?.stop() {
+        match answered?.1.stop() {
             INTERRUPTED if !self.is_typed => Err(CliError::Stopped(Signal::CTRL_C)),
             _ => Ok(()),
         }
     }
 
-    fn answered(&mut self, message: &str) -> Result<Answer, CliError> {
+    fn answered(&mut self, message: &str) -> Result<(Prompt, Answer), CliError> {
         let text = &self.loaded.text;
         let prompt = self.dialog.prompt(text)?;
-        let room = self.context.saturating_sub(prompt.len());
+        let ids = &prompt.ids;
+        let room = self.context.saturating_sub(ids.len());
         if room == 0 {
             return Err(CliError::Usage(format!(
                 "the conversation has {} with this message, and the context ends at {}; take messages back with /undo, \
                  begin anew with /reset, or start with a larger --context",
-                report::count(prompt.len(), "token"),
+                report::count(ids.len(), "token"),
                 self.context
             )));
         }
@@ -176,26 +179,26 @@ impl<B: Nvfp4Kernels> Talk<'_, B> {
         options.max_tokens = options.max_tokens.min(room);
         let (session, ends) = (&mut self.session, &self.sampling.stop);
         let answer =
-            self.ctrl_c.during(|pressed| Answer::of(session, text, &prompt, &options, ends, !self.json, pressed))?;
+            self.ctrl_c.during(|pressed| Answer::of(session, text, ids, &options, ends, !self.json, pressed))?;
         if self.json {
             report::result(answer.json(message).to_string());
         } else {
             report::stream("\n");
         }
-        let used = prompt.len() + answer.generation.ids.len();
+        let used = ids.len() + answer.generation.ids.len();
         let figures = format!("{} · context {used} of {}", answer.figures(), self.context);
         report::line(&figures);
         if used >= self.context && answer.stop() == LENGTH {
             report::line("note: the answer was cut because the context is full");
         }
         self.last = Some(figures);
-        Ok(answer)
+        Ok((prompt, answer))
     }
 
     fn stats(&self) -> Result<(), CliError> {
         let messages = self.dialog.message_count();
         // Some templates refuse a conversation in which nobody has spoken.
-        let prompt = if messages == 0 { vec![] } else { self.dialog.prompt(&self.loaded.text)? };
+        let prompt = if messages == 0 { vec![] } else { self.dialog.prompt(&self.loaded.text)?.ids };
         let cached = match self.session.cached(&prompt) {
             0 => String::new(),
             cached => format!(" ({cached} cached)"),

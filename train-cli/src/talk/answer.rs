@@ -98,7 +98,7 @@ pub struct Answer {
     /// Number of tokens of the prompt that an earlier turn had read.
     pub cached_tokens: usize,
     /// Whether a text of `ends` ended the answer.
-    ended_by_text: bool,
+    pub ended_by_text: bool,
     /// Seconds until the first token was made.
     pub seconds_to_first_token: f64,
     /// Seconds that the whole answer took.

@@ -4,7 +4,7 @@ use crate::{
     CliError, durable,
     model_files::TextFiles,
     outputs::{check_output, is_taken},
-    talk::{entry, transcript},
+    talk::{answer::Answer, entry, known_tokens::KnownTokens, transcript},
 };
 use model_qwen3::{chat_template::RenderOptions, file};
 use serde_json::{Value, json};
@@ -22,8 +22,17 @@ pub struct Dialog {
     pub thinking: Option<bool>,
     /// User and assistant in turn, except in a conversation from a file.
     turns: Vec<Value>,
+    known: KnownTokens,
     /// The files that it wrote or loaded, which it may replace.
     files: BTreeSet<PathBuf>,
+}
+
+/// A conversation up to where the next answer begins.
+#[derive(Debug)]
+pub struct Prompt {
+    text: String,
+    /// Its tokens.
+    pub ids: Vec<u32>,
 }
 
 impl Dialog {
@@ -34,12 +43,19 @@ impl Dialog {
 
     /// Adds what the user says.
     pub fn ask(&mut self, text: &str) {
-        self.turns.push(json!({"role": "user", "content": text}));
+        self.say("user", text);
     }
 
-    /// Adds what the model says.
-    pub fn reply(&mut self, text: &str) {
-        self.turns.push(json!({"role": "assistant", "content": text}));
+    /// Adds the answer to a prompt. Its tokens are remembered, unless it ended in front of a text, whose tokens it has, too.
+    pub fn reply(&mut self, prompt: &Prompt, answer: &Answer) {
+        if !answer.ended_by_text {
+            self.known.learn(&prompt.text, &prompt.ids, &answer.text, &answer.generation.ids);
+        }
+        self.say("assistant", &answer.text);
+    }
+
+    fn say(&mut self, role: &str, text: &str) {
+        self.turns.push(json!({"role": role, "content": text}));
     }
 
     /// Takes back what the user said last, and everything after it. Returns whether there was anything.
@@ -59,15 +75,16 @@ impl Dialog {
         self.turns.len()
     }
 
-    /// The tokens of the conversation, up to where the next answer begins.
+    /// The conversation up to where the next answer begins.
     ///
     /// # Errors
     /// If the template refuses the conversation.
-    pub fn prompt(&self, text: &TextFiles) -> Result<Vec<u32>, CliError> {
+    pub fn prompt(&self, files: &TextFiles) -> Result<Prompt, CliError> {
         let options =
             RenderOptions { add_generation_prompt: true, enable_thinking: self.thinking, ..Default::default() };
         let messages: Vec<Value> = self.messages().collect();
-        Ok(text.tokenizer.encode(&text.template.render(&messages, options)?)?)
+        let text = files.template.render(&messages, options)?;
+        Ok(Prompt { ids: self.known.of(&text, &files.tokenizer)?, text })
     }
 
     /// Writes the conversation in the format that the file's name says. `inputs` are the files that the command reads. Returns
@@ -118,7 +135,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let mut dialog = Dialog { system: Some("Be short.".into()), ..Dialog::default() };
         dialog.ask("你好\nHi");
-        dialog.reply("Hello.");
+        dialog.say("assistant", "Hello.");
         let json = "{\"role\": \"user\", \"content\": \"a\"}\n{\"role\": \"bot\"}\n";
         for (name, broken, reason) in [
             ("talk.jsonl", json, "talk.jsonl:2: a message needs"),
