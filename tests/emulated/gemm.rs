@@ -40,8 +40,8 @@ pub(super) fn cases(cols: usize, every_type: bool) -> Vec<Case> {
             all.extend(types.iter().map(|types| one(product, cols, scales, *types, Form::One)));
         }
     }
-    let types = if every_type { &[BF16, F16][..] } else { &[BF16] };
-    all.extend(types.iter().map(|ty| one(Tn, cols, 0, (*ty, F32), Form::Accumulate)));
+    let values = if every_type { &[BF16, F16][..] } else { &[BF16] };
+    all.extend(values.iter().map(|ty| one(Tn, cols, 0, (*ty, F32), Form::Accumulate)));
     for (product, scales, form, parts) in [
         (Nt, 0, Form::SharedLeft, 2),
         (Nt, 1, Form::SharedLeft, 3),
@@ -54,7 +54,7 @@ pub(super) fn cases(cols: usize, every_type: bool) -> Vec<Case> {
         (Nn, 1, Form::Summed, 2),
         (Nn, 2, Form::Summed, 3),
     ] {
-        all.push(joint(product, cols, scales, form, parts));
+        all.extend(values.iter().map(|ty| joint(product, cols, scales, *ty, form, parts)));
     }
     all
 }
@@ -65,15 +65,15 @@ pub(super) fn one(product: Product, cols: usize, scales: usize, types: (StorageT
     Case { product, shapes: vec![GemmShape { i, j, r }], cols, scales, types, form }
 }
 
-/// Several products of one launch, each with a length of its own.
-pub(super) fn joint(product: Product, cols: usize, scales: usize, form: Form, parts: usize) -> Case {
+/// Several products of values of type `ty` in one launch, each with a length of its own.
+pub(super) fn joint(product: Product, cols: usize, scales: usize, ty: StorageType, form: Form, parts: usize) -> Case {
     let shape = |n: &usize| match form {
         Form::SharedLeft => GemmShape { i: 131, j: *n, r: 88 },
         Form::Summed => GemmShape { i: 131, j: 136, r: *n },
         _ => GemmShape { i: *n, j: 136, r: if product == Nt { 80 } else { 75 } },
     };
     let shapes = [cols + 8, 40, 72][..parts].iter().map(shape).collect();
-    let types = (BF16, if form == Form::SharedRight { F32 } else { BF16 });
+    let types = (ty, if form == Form::SharedRight { F32 } else { ty });
     Case { product, shapes, cols, scales, types, form }
 }
 

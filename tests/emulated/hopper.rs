@@ -1,5 +1,5 @@
 //! `gemm` on Hopper's own instructions, against f64: every joint form that the backend launches and every storage order in each
-//! width of tiles, and the other single forms in one.
+//! width of tiles, and the other single forms, and joint forms for f16, in one.
 
 use super::{
     gemm::{Case, Form, cases, launch_and_compare, one},
@@ -11,7 +11,7 @@ use kernels_cubecl::{
     matmul::Product::{Nn, Nt, Tn},
 };
 
-/// Every storage order and every joint form in every width; every form in one width.
+/// Every storage order and every joint form in every width, these also for f16 in one width; every form in one width.
 pub(super) fn every(gpu: &Gpu) {
     for product in [Nt, Nn, Tn] {
         for cols in hopper::hopper_columns(product) {
@@ -23,8 +23,13 @@ pub(super) fn every(gpu: &Gpu) {
         expect(gpu, &one(Nt, 160, 2, types, Form::One));
     }
     expect(gpu, &one(Tn, 128, 0, (BF16, F32), Form::Accumulate));
-    let joint = forms(false).into_iter().filter(|case| case.shapes.len() > 1);
-    joint.map(|case| if case.cols == 128 { case } else { small(case) }).for_each(|case| expect(gpu, &case));
+    for case in forms(true).into_iter().filter(|case| case.shapes.len() > 1) {
+        match (case.cols, case.types.0) {
+            (128, BF16) => expect(gpu, &case),
+            (128, _) | (_, BF16) => expect(gpu, &small(case)),
+            _ => {}
+        }
+    }
     // More tiles than multiprocessors, and more rows of tiles than are walked together.
     let shapes = vec![GemmShape { i: 1030, j: 1544, r: 24 }];
     expect(gpu, &Case { product: Nt, shapes, cols: 128, scales: 0, types: (BF16, BF16), form: Form::One });
