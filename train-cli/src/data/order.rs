@@ -1,12 +1,8 @@
-//! Micro-batches, and their order over a run as Burn's Learner asks for them.
+//! Micro-batches, and their order over a run.
 
 use crate::data::{
     rows::permutation,
     sample::{Origin, Sample},
-};
-use burn::{
-    data::dataloader::{DataLoader, DataLoaderIterator, Progress},
-    tensor::backend::Backend,
 };
 use std::sync::Arc;
 
@@ -154,6 +150,11 @@ impl Order {
         done.min(self.limit)
     }
 
+    /// The micro-batches of all steps, from the first one that runs.
+    pub fn micro_batches(&self) -> MicroBatches<'_> {
+        MicroBatches { order: self, micro: vec![].into_iter(), next: self.start }
+    }
+
     /// Epochs that are done after `steps` steps.
     pub fn epochs(&self, steps: usize) -> f64 {
         self.sequences(steps) as f64 / self.samples.len() as f64
@@ -161,13 +162,20 @@ impl Order {
 }
 
 /// The micro-batches of a run, one after another.
-struct Steps<'a> {
+pub struct MicroBatches<'a> {
     order: &'a Order,
     micro: std::vec::IntoIter<MicroBatch>,
     next: usize,
 }
 
-impl Iterator for Steps<'_> {
+impl MicroBatches<'_> {
+    /// How many steps have been given out, and how many there are.
+    pub fn progress(&self) -> (usize, usize) {
+        (self.next, self.order.steps)
+    }
+}
+
+impl Iterator for MicroBatches<'_> {
     type Item = MicroBatch;
 
     fn next(&mut self) -> Option<MicroBatch> {
@@ -181,31 +189,6 @@ impl Iterator for Steps<'_> {
             self.micro = self.order.step(self.next).into_iter();
             self.next += 1;
         }
-    }
-}
-
-impl DataLoaderIterator<MicroBatch> for Steps<'_> {
-    fn progress(&self) -> Progress {
-        Progress::new(self.next, self.order.steps)
-    }
-}
-
-/// Burn's view of the order.
-impl<B: Backend> DataLoader<B, MicroBatch> for Order {
-    fn iter<'a>(&'a self) -> Box<dyn DataLoaderIterator<MicroBatch> + 'a> {
-        Box::new(Steps { order: self, micro: vec![].into_iter(), next: self.start })
-    }
-
-    fn num_items(&self) -> usize {
-        self.steps
-    }
-
-    fn to_device(&self, _device: &B::Device) -> Arc<dyn DataLoader<B, MicroBatch>> {
-        Arc::new(self.clone())
-    }
-
-    fn slice(&self, start: usize, end: usize) -> Arc<dyn DataLoader<B, MicroBatch>> {
-        Arc::new(Self { start, steps: end, ..self.clone() })
     }
 }
 
@@ -236,8 +219,8 @@ mod tests {
         assert_eq!(sorted(&seen[..10]), sorted(&seen[10..]));
         assert_ne!(seen[..10], seen[10..]);
         let resumed = Order { start: 4, ..order.clone() };
-        let all: Vec<_> = DataLoader::<burn::backend::NdArray, _>::iter(&order).map(|b| b.ids).collect();
-        let rest: Vec<_> = DataLoader::<burn::backend::NdArray, _>::iter(&resumed).map(|b| b.ids).collect();
+        let all: Vec<_> = order.micro_batches().map(|b| b.ids).collect();
+        let rest: Vec<_> = resumed.micro_batches().map(|b| b.ids).collect();
         assert_eq!(all[4..], rest[..]);
     }
 

@@ -2,13 +2,12 @@
 
 use crate::{
     CliError,
-    data::order::MicroBatch,
+    data::order::Order,
     progress,
     train::objective::Trainee,
     watchdog::{Watched, Work},
 };
 use backend_nvfp4::{Nvfp4Kernels, Recipe};
-use burn::data::dataloader::DataLoader;
 use model_qwen3::weights::to_host;
 
 /// The figures of an evaluation.
@@ -28,11 +27,7 @@ pub struct Evaluation {
 ///
 /// # Errors
 /// If the device fails.
-pub fn evaluate<B: Nvfp4Kernels>(
-    net: &Trainee<B>,
-    samples: &dyn DataLoader<B, MicroBatch>,
-    step: usize,
-) -> Result<Evaluation, CliError> {
+pub fn evaluate<B: Nvfp4Kernels>(net: &Trainee<B>, samples: &Order, step: usize) -> Result<Evaluation, CliError> {
     progress::doing("evaluating");
     let _watched = Watched::begin(Work::Evaluation(step));
     let loss = mean_loss(net, samples)?;
@@ -49,9 +44,9 @@ pub fn evaluate<B: Nvfp4Kernels>(
 }
 
 /// The micro-batches divide their sums by the number of all supervised tokens, so their losses add up to the mean.
-fn mean_loss<B: Nvfp4Kernels>(net: &Trainee<B>, samples: &dyn DataLoader<B, MicroBatch>) -> Result<f32, CliError> {
+fn mean_loss<B: Nvfp4Kernels>(net: &Trainee<B>, samples: &Order) -> Result<f32, CliError> {
     let mut sum = 0.0;
-    for batch in samples.iter() {
+    for batch in samples.micro_batches() {
         sum += f64::from(to_host(net.batch_loss(&batch))?[0]);
     }
     Ok(sum as f32)
@@ -60,11 +55,7 @@ fn mean_loss<B: Nvfp4Kernels>(net: &Trainee<B>, samples: &dyn DataLoader<B, Micr
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{
-        data::{order::Order, sample::synthetic},
-        settings::LossKind,
-        watchdog,
-    };
+    use crate::{data::sample::synthetic, settings::LossKind, watchdog};
     use backend_nvfp4::{LinearSpec, MasterKind, Precision, Scaling};
     use burn::backend::NdArray;
     use model_qwen3::{config::Qwen3Config, weights};

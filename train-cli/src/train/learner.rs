@@ -1,10 +1,10 @@
-//! Burn's Learner around the training loop: everything that Burn's traits ask for. The Learner starts the run,
-//! processes the metrics and shows the progress lines; our strategy hands the model to
+//! Burn's Learner around the training loop: everything that Burn's traits ask for. The Learner starts the run, hands on the
+//! micro-batches, processes the metrics and shows the progress lines; our strategy hands the model to
 //! [`crate::train::training_loop`], which makes the steps.
 
 use crate::{
     CliError,
-    data::order::MicroBatch,
+    data::order::{MicroBatch, MicroBatches, Order},
     progress::{self, Line},
     report,
     train::evaluation::Evaluation,
@@ -13,7 +13,7 @@ use crate::{
 };
 use backend_nvfp4::{Nvfp4Kernels, TrainingBackend};
 use burn::{
-    data::dataloader::{DataLoader, Progress},
+    data::dataloader::{DataLoader, DataLoaderIterator, Progress},
     module::AutodiffModule,
     optim::{GradientsParams, LearningRate, MultiGradientsParams, Optimizer, lr_scheduler::LrScheduler},
     tensor::backend::{AutodiffBackend, Backend},
@@ -95,7 +95,7 @@ where
         components: TrainingComponents<Components<AB, LR, Inner>>,
         learner: Learner<Components<AB, LR, Inner>>,
         train: TrainLoader<Components<AB, LR, Inner>>,
-        valid: ValidLoader<Components<AB, LR, Inner>>,
+        _valid: ValidLoader<Components<AB, LR, Inner>>,
         _starting_epoch: usize,
     ) -> (Trainee<AB>, SupervisedTrainingEventProcessor<Components<AB, LR, Inner>>) {
         let mut events = components.event_processor;
@@ -108,7 +108,7 @@ where
             Event::Step(report) => events.process_train(item(report.step, total, report.lr, report)),
             Event::Evaluation(evaluation) => events.process_valid(item(evaluation.step, total, 0.0, evaluation)),
         };
-        match training_loop::train(&mut trainee, run, &*train, &*valid, &mut tell) {
+        match training_loop::train(&mut trainee, run, &mut *train.iter(), &mut tell) {
             Ok(()) => events.process_train(LearnerEvent::EndEpoch(1)),
             Err(error) => *self.failure.lock().expect("no holder panics") = Some(error),
         }
@@ -119,6 +119,31 @@ where
 fn item<T>(step: usize, total: usize, lr: f64, figures: T) -> LearnerEvent<T> {
     let progress = Progress::new(step, total);
     LearnerEvent::ProcessedItem(TrainingItem::new(figures, progress.clone(), progress, Some(step), Some(lr)))
+}
+
+impl<B: Backend> DataLoader<B, MicroBatch> for Order {
+    fn iter<'a>(&'a self) -> Box<dyn DataLoaderIterator<MicroBatch> + 'a> {
+        Box::new(self.micro_batches())
+    }
+
+    fn num_items(&self) -> usize {
+        self.steps
+    }
+
+    fn to_device(&self, _device: &B::Device) -> Arc<dyn DataLoader<B, MicroBatch>> {
+        Arc::new(self.clone())
+    }
+
+    fn slice(&self, start: usize, end: usize) -> Arc<dyn DataLoader<B, MicroBatch>> {
+        Arc::new(Self { start, steps: end, ..self.clone() })
+    }
+}
+
+impl DataLoaderIterator<MicroBatch> for MicroBatches<'_> {
+    fn progress(&self) -> Progress {
+        let (done, all) = self.progress();
+        Progress::new(done, all)
+    }
 }
 
 // The bounds of `SupervisedTraining` on a model name the types of its batches and figures through these two traits.

@@ -16,7 +16,7 @@ use crate::{
     watchdog::{Watched, Work},
 };
 use backend_nvfp4::{Nvfp4Kernels, Recipe, TrainingBackend};
-use burn::{data::dataloader::DataLoader, module::AutodiffModule};
+use burn::module::AutodiffModule;
 use model_qwen3::model::Qwen3;
 use std::{path::PathBuf, sync::Arc, time::Instant};
 
@@ -177,7 +177,7 @@ pub enum Event {
     Evaluation(Evaluation),
 }
 
-/// Trains `net` over `train`, evaluates it on `valid`, and tells `tell` of every step and evaluation.
+/// Trains `net` over the micro-batches of the run, and tells `tell` of every step and evaluation.
 ///
 /// # Errors
 /// If training diverges, the device fails, device memory exceeds the limit, or a file cannot be written. `net` still
@@ -185,24 +185,22 @@ pub enum Event {
 pub fn train<AB: TrainingBackend>(
     net: &mut Trainee<AB>,
     mut run: Run<AB::InnerBackend>,
-    train: &dyn DataLoader<AB, MicroBatch>,
-    valid: &dyn DataLoader<AB::InnerBackend, MicroBatch>,
+    micro_batches: &mut dyn Iterator<Item = MicroBatch>,
     tell: &mut dyn FnMut(Event),
 ) -> Result<(), CliError> {
     let device = net.model().device();
     // Loading leaves freed buffers behind.
     AB::memory_cleanup(&device);
-    let mut micro_batches = train.iter();
     let mut step = run.train.start;
-    if step > 0 && run.between.misses_evaluation(step, valid.num_items() > 0)? {
+    if step > 0 && run.between.misses_evaluation(step, run.eval.steps > 0)? {
         // A signal or a limit had ended the run between this step and its evaluation.
         let recipe = run.recipe_of(step - 1);
         net.update(|model| model.with_recipe(recipe));
-        run.evaluate(&net.valid(), valid, step, tell)?;
+        run.evaluate(&net.valid(), step, tell)?;
     }
     let (mut clock, mut pace, mut frozen_blocks, total) = (StepClock::new(), Pace::default(), 0, run.train.steps);
     while !run.between.ends_early()
-        && let Some(batches) = run.next_step::<AB>(&mut *micro_batches, step + 1, &device)?
+        && let Some(batches) = run.next_step::<AB>(micro_batches, step + 1, &device)?
     {
         frozen_blocks = run.prepare(net, step, frozen_blocks);
         let lr = run.schedule.at(step);
@@ -248,7 +246,7 @@ pub fn train<AB: TrainingBackend>(
             // An evaluation has buffers of other sizes than a step.
             run.stepper.pool.give_back::<AB>(&device);
             clock.lap();
-            run.evaluate(&inner, valid, step, tell)?;
+            run.evaluate(&inner, step, tell)?;
             pace.evaluations.add(clock.lap());
         }
         // A signal may have come during the evaluation.
@@ -328,14 +326,9 @@ impl<B: Nvfp4Kernels> Run<B> {
     }
 
     /// Evaluates the model after step `step`, if there are samples to evaluate it on, and lets it answer prompts.
-    fn evaluate(
-        &mut self,
-        net: &Trainee<B>,
-        valid: &dyn DataLoader<B, MicroBatch>,
-        step: usize,
-        tell: &mut dyn FnMut(Event),
-    ) -> Result<(), CliError> {
-        let evaluation = (valid.num_items() > 0).then(|| evaluation::evaluate(net, valid, step)).transpose()?;
+    fn evaluate(&mut self, net: &Trainee<B>, step: usize, tell: &mut dyn FnMut(Event)) -> Result<(), CliError> {
+        let has_rows = self.eval.steps > 0;
+        let evaluation = has_rows.then(|| evaluation::evaluate(net, &self.eval, step)).transpose()?;
         if let Some(evaluation) = &evaluation {
             self.between.after_evaluation(net.model(), evaluation)?;
         }
