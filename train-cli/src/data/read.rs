@@ -41,7 +41,7 @@ pub struct DataOptions {
 /// What was read from the files.
 #[derive(Debug, Clone, Default, Serialize, Deserialize)]
 pub struct DataReport {
-    /// The formats of the files.
+    /// The formats of the files: `messages`, `messages in Parquet`.
     pub formats: BTreeSet<String>,
     /// Rows that were read.
     pub rows: usize,
@@ -226,7 +226,10 @@ impl RowReader<'_> {
         format: Format,
         rows: impl Iterator<Item = format::FoundRow<'a>>,
     ) -> Result<(), CliError> {
-        self.report.formats.insert(format.name());
+        self.report.formats.insert(match extensions::reader(path).and_then(Reader::table) {
+            Some(table) => format!("{} in {table}", format.name()),
+            None => format.name(),
+        });
         let (samples, dropped) = (self.samples.len(), self.report.dropped.len());
         for (place, row) in rows {
             let place = Origin { file: self.index as u32, ..place };

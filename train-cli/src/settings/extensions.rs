@@ -16,6 +16,17 @@ pub enum Reader {
     Arrow,
 }
 
+impl Reader {
+    /// The kind of table that it reads, if it reads one.
+    pub fn table(self) -> Option<&'static str> {
+        match self {
+            Self::Parquet => Some("Parquet"),
+            Self::Arrow => Some("Arrow"),
+            Self::Json | Self::Text(_) => None,
+        }
+    }
+}
+
 /// The extensions of training files, and how a file with each of them is read.
 const EXTENSIONS: [(&str, Reader); 8] = [
     ("jsonl", Reader::Json),
