@@ -15,11 +15,18 @@ use backend_nvfp4::{
     layout::{BLOCK, scales_per_row, words_per_row},
     reference,
 };
+use rayon::{
+    iter::{IndexedParallelIterator, ParallelIterator},
+    slice::ParallelSliceMut,
+};
 use std::{
     collections::{HashMap, HashSet},
     ops::Range,
     path::{Path, PathBuf},
 };
+
+/// Bytes that a thread reads at a time.
+const READ_AT_A_TIME: usize = 1 << 20;
 
 /// Open files with a model's tensors.
 #[derive(Debug)]
@@ -222,7 +229,14 @@ impl Container {
         Ok(FloatType::F32.decode(&buffer)[0])
     }
 
+    /// Reads bytes of an entry, by several threads if they are many: copying them from the system's memory, into memory that the
+    /// system must clear first, takes longer than it takes the device to have them.
     fn read(&self, entry: &ContainerEntry, start: u64, buffer: &mut [u8]) -> Result<(), ModelError> {
+        let parts = buffer.par_chunks_mut(READ_AT_A_TIME).enumerate();
+        parts.try_for_each(|(n, part)| self.read_part(entry, start + (n * READ_AT_A_TIME) as u64, part))
+    }
+
+    fn read_part(&self, entry: &ContainerEntry, start: u64, buffer: &mut [u8]) -> Result<(), ModelError> {
         match (entry, &self.dat) {
             (ContainerEntry::Dat(entry), Some(dat)) => dat.read(entry, start, buffer),
             (ContainerEntry::Safe(i, entry), _) => self.shards[*i].read(entry, start, buffer),
@@ -414,5 +428,28 @@ fn weights_file(path: &Path) -> Result<PathBuf, ModelError> {
             Err(ModelError::folder(path, text))
         }
         n => Err(ModelError::folder(path, format!("the folder holds {n} .dat files; name one of them"))),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::dat::DatWriter;
+
+    /// Threads share one file, and must not move each other's place in it.
+    #[test]
+    fn a_large_tensor_is_read_in_parts() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("x.dat");
+        let rows = 3 * READ_AT_A_TIME / 4 + 5;
+        let values: Vec<f32> = (0..rows).map(|n| n as f32).collect();
+        let mut writer = DatWriter::new(Vec::new(), 1).unwrap();
+        writer.entry("model.norm.weight", ElementType::F32, &[rows, 1]).unwrap();
+        writer.payload(bytemuck::cast_slice(&values)).unwrap();
+        std::fs::write(&path, writer.finish()).unwrap();
+        let container = Container::open(&path).unwrap();
+        for _ in 0..20 {
+            assert!(container.read_rows("model.norm.weight", 0..rows).unwrap() == values);
+        }
     }
 }

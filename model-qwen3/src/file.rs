@@ -3,11 +3,8 @@
 
 use crate::ModelError;
 use backend_nvfp4::host_memory;
-use std::{
-    fs::File,
-    io::{Read, Seek, SeekFrom},
-    path::Path,
-};
+use positioned_io::ReadAt;
+use std::{fs::File, io::Read, path::Path};
 
 /// Opens a file and returns its size. Pipes and devices are refused: they may never end. `hint` says what to do if there is
 /// no such file.
@@ -53,9 +50,9 @@ pub fn read_bytes(path: &Path, limit: u64, hint: &str) -> Result<Vec<u8>, ModelE
     Ok(bytes)
 }
 
-/// Fills `buffer` from byte `offset` of a file.
-pub(crate) fn read_at(mut file: &File, path: &Path, offset: u64, buffer: &mut [u8]) -> Result<(), ModelError> {
-    file.seek(SeekFrom::Start(offset)).and_then(|_| file.read_exact(buffer)).map_err(ModelError::io(path, ""))
+/// Fills `buffer` from byte `offset` of a file. Several threads may read one file.
+pub(crate) fn read_at(file: &File, path: &Path, offset: u64, buffer: &mut [u8]) -> Result<(), ModelError> {
+    file.read_exact_at(offset, buffer).map_err(ModelError::io(path, ""))
 }
 
 /// As many zeros, to be filled from a file.
