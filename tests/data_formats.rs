@@ -253,7 +253,7 @@ fn bytes_inside_a_column_of_parquet_are_no_text() {
         group.close().unwrap();
         writer.close().unwrap();
         match (plan(d, "x.parquet", &[]), reason) {
-            (Ok(line), None) => assert!(line.starts_with("1 row of sharegpt · 1 train"), "{line}"),
+            (Ok(line), None) => assert!(line.starts_with("1 row of sharegpt in Parquet · 1 train"), "{line}"),
             (Err(error), Some(reason)) => assert!(error.contains(reason), "{error}"),
             other => panic!("{other:?}"),
         }
@@ -521,8 +521,9 @@ fn calls_of_tools_are_calls_or_refused() {
     let both = format!("{}\n{}", row(one), row(call(json!({"street": "Via Appia"}))));
     std::fs::write(d.join("both.jsonl"), both).unwrap();
     let expected = plan(d, "both.jsonl", &[]).unwrap();
-    for name in ["calls.parquet", "calls.arrow"] {
+    for (name, kind) in [("calls.parquet", "Parquet"), ("calls.arrow", "Arrow")] {
         let table = golden(&format!("tables/{name}")).display().to_string();
+        let expected = expected.replacen(" of messages ", &format!(" of messages in {kind} "), 1);
         assert_eq!(plan(d, &table, &[]).unwrap(), expected, "{name}");
     }
     // A compressed file is no text in another encoding.

@@ -439,8 +439,15 @@ fn a_tokenizer_with_too_many_tokens_or_merges_is_refused() {
     let dir = tempfile::tempdir().unwrap();
     let d = dir.path();
     tiny_model(&d.join("m"), true);
-    tiny_model(&d.join("t"), true);
-    let args = ["data", "preview", "m/demo.tsv", "-m", "m", "--tokenizer", "t"];
+    std::fs::create_dir(d.join("t")).unwrap();
+    for name in ["tokenizer.json", "tokenizer_config.json"] {
+        std::fs::copy(d.join("m").join(name), d.join("t").join(name)).unwrap();
+    }
+    let config = std::fs::read_to_string(d.join("m/config.json")).unwrap();
+    let mut config: serde_json::Value = serde_json::from_str(&config).unwrap();
+    config["vocab_size"] = (1 << 18).into();
+    std::fs::write(d.join("t/config.json"), config.to_string()).unwrap();
+    let args = ["data", "preview", "m/demo.tsv", "-m", "t"];
     let usual = cost(d, &args).memory;
     let good = std::fs::read_to_string(d.join("t/tokenizer.json")).unwrap();
     let write = |key: &str, entries: &str| {
