@@ -156,7 +156,7 @@ fn commands_change_the_conversation() {
 fn stats_follow_the_conversation() {
     let dir = tempfile::tempdir().unwrap();
     let d = dir.path();
-    // The tokenizer makes the tokens of its answers of their text.
+    // The tokenizer gives the text of this model's answers the tokens that the model made, so that a loaded conversation has as many.
     endless_model(d);
     let script =
         "/stats\nHello\n/stats\n/save talk.jsonl\nAnd now?\n/undo\n/stats\n/undo\n/stats\nWho?\n/reset\n/stats\n";

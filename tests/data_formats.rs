@@ -164,10 +164,16 @@ fn a_table_is_read_as_its_rows_in_json() {
     ] {
         std::fs::write(d.join("rows.jsonl"), rows).unwrap();
         let expected = plan(d, "rows.jsonl", &[]).unwrap();
+        let stats = |file: &str| {
+            let found = ok(d, &["data", "stats", file, "-m", "m", "--max-seq-length", "8", "--json"]);
+            let found: serde_json::Value = serde_json::from_str(&found).unwrap();
+            ["rows", "sequences", "tokens", "lengths"].map(|key| found[key].clone())
+        };
         for (file, kind) in [(format!("{name}.parquet"), "Parquet"), (format!("{name}.{arrow}"), "Arrow")] {
             let expected = expected.replacen(&format!(" of {name} "), &format!(" of {name} in {kind} "), 1);
             assert_eq!(plan(d, &table(&file), &[]).unwrap(), expected, "{file}");
             assert_eq!(plan(d, &table(&file), &["--format", name]).unwrap(), expected, "{file}");
+            assert_eq!(stats(&table(&file)), stats("rows.jsonl"), "{file}");
         }
     }
     // The row that is broken is named by its number, also where it is in a later part of the file.

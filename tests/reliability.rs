@@ -1109,7 +1109,7 @@ fn hostile_small_files_are_refused() {
     }
     // One of two values would be lost.
     let good = fs::read_to_string(d.join("m/tokenizer.json")).unwrap();
-    let twice = good.replacen("\"vocab\":", "\"vocab\": {\"a\": 0, \"a\": 1}, \"old\":", 1);
+    let twice = good.replacen("\"vocab\": {", "\"vocab\": {\"a\": 0, \"a\": 1, ", 1);
     assert!(twice != good);
     fs::write(d.join("m/tokenizer.json"), twice).unwrap();
     let stderr = refused(d, &["data", "stats", "-m", "m", "m/demo.tsv"], 2);

@@ -35,8 +35,8 @@ impl Packed {
     /// # Errors
     /// If a block scale is NaN or negative, or the tensor scale is not finite or is negative.
     pub fn check_scales(&self, first_row: usize, cols: usize) -> Result<(), Nvfp4Error> {
-        // 0x7F is NaN, and from 0x80 on the sign bit is set. A processor finds the largest of many bytes at once, and the first of
-        // some only one after another.
+        // 0x7F is NaN, and from 0x80 on the sign bit is set. A processor finds the largest of many bytes at once. The place of the
+        // first wrong byte is looked for only if there is one.
         let is_wrong = |byte: u8| byte >= 0x7F;
         if is_wrong(self.scales.iter().copied().fold(0, u8::max))
             && let Some(at) = self.scales.iter().position(|&b| is_wrong(b))

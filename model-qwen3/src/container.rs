@@ -229,8 +229,8 @@ impl Container {
         Ok(FloatType::F32.decode(&buffer)[0])
     }
 
-    /// Reads bytes of an entry, by several threads if they are many: copying them from the system's memory, into memory that the
-    /// system must clear first, takes longer than it takes the device to have them.
+    /// Reads bytes of an entry, by several threads if they are many. The system also clears the buffer's memory as it is filled, so
+    /// that one thread takes long.
     fn read(&self, entry: &ContainerEntry, start: u64, buffer: &mut [u8]) -> Result<(), ModelError> {
         let parts = buffer.par_chunks_mut(READ_AT_A_TIME).enumerate();
         parts.try_for_each(|(n, part)| self.read_part(entry, start + (n * READ_AT_A_TIME) as u64, part))

@@ -28,7 +28,7 @@ pub const LARGEST: u64 = 64 << 20;
 /// than one with a small file.
 const MEMORY: usize = 64 << 20;
 const MEMORY_PER_BYTE: usize = 1;
-/// Most tokens of the vocabulary, and most merges, each of which makes a token. Qwen3 has 151,643 tokens. A short token takes 350
+/// Most tokens of the vocabulary, and most merges (a merge makes one token of two). Qwen3 has 151,643 tokens. A short token takes 350
 /// bytes of memory, and 15 of the file.
 const MOST_TOKENS: usize = 3 << 16;
 /// Most parts of a normalizer or a pre-tokenizer. Those of Qwen3 have one and two; each part takes time.
@@ -36,7 +36,8 @@ const MOST_PARTS: usize = 8;
 /// Largest generation_config.json that is read. That of Qwen3 has 200 bytes.
 const LARGEST_GENERATION: u64 = 1 << 20;
 
-/// The keys that a tokenizer.json may have, and how many tokens and merges. At any other key the library would stop too, but would say that a comma is missing.
+/// The keys that a tokenizer.json may have. Reading them also counts the tokens and merges. At any other key the library would
+/// stop too, but would say that a comma is missing.
 #[derive(Deserialize, Default)]
 #[serde(default, deny_unknown_fields)]
 #[allow(dead_code, reason = "only the names of the fields count")]

@@ -102,13 +102,12 @@ fn expect(gpu: &Gpu, done: Result<(), String>) {
     done.unwrap_or_else(|e| panic!("sm_{} {e}", gpu.arch));
 }
 
-/// The length of a document of more blocks than a kernel has places for. f16 has one of a single block: a type changes how values
-/// are converted, and nothing else.
+/// The length of the longest document. In f16 it has a single block, to save time.
 fn longest(ty: StorageType, of_many_blocks: usize) -> usize {
     if ty == F16 { 56 } else { of_many_blocks }
 }
 
-/// Documents that end within blocks, one of them longer than four blocks; queries behind a cached prefix.
+/// Documents that end within blocks, one of them longer than four blocks in bf16; queries behind a cached prefix.
 pub(super) fn forward(gpu: &Gpu) {
     for (head_dim, ty) in FORMS {
         let lengths = [70, 1, longest(ty, 232), 7];
@@ -145,7 +144,7 @@ fn forward_of(gpu: &Gpu, shape: AttentionShape, ty: StorageType, starts: Vec<u32
     })
 }
 
-/// Gradients over documents that end within blocks, one of them longer than three blocks.
+/// Gradients over documents that end within blocks, one of them longer than three blocks in bf16.
 pub(super) fn backward(gpu: &Gpu) {
     for (head_dim, ty) in FORMS {
         let lengths = [70, 1, longest(ty, 190), 7];

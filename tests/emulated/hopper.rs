@@ -11,7 +11,8 @@ use kernels_cubecl::{
     matmul::Product::{Nn, Nt, Tn},
 };
 
-/// Every storage order and every joint form in every width, these also for f16 in one width; every form in one width.
+/// Every storage order, and every joint form, in every width for bf16. The other single forms, and the joint forms for f16, in one
+/// width.
 pub(super) fn every(gpu: &Gpu) {
     for product in [Nt, Nn, Tn] {
         for cols in hopper::hopper_columns(product) {

@@ -15,7 +15,7 @@ use crate::{
     model_files::TextFiles,
     plan, report,
     run::located::located,
-    settings::{Format, Overlong},
+    settings::Overlong,
     wrapping,
 };
 use model_qwen3::{config::Qwen3Config, tokenizer::Tokenizer};
@@ -102,7 +102,7 @@ fn stats(args: &StatsArgs) -> Result<(), CliError> {
     let files = files(&args.rows)?;
     for file in &files {
         let (mut read, report) = read::load(std::slice::from_ref(file), &text, &options)?;
-        if [Format::Documents, Format::Text].iter().any(|format| report.formats.contains(&format.name())) {
+        if report.has_documents() {
             // A run cuts documents, whatever --overlong says. One token alone predicts nothing.
             read = read.iter().flat_map(|s| s.pieces(most)).filter(|s| s.ids.len() > 1).collect();
         }

@@ -77,6 +77,15 @@ pub struct DataReport {
 }
 
 impl DataReport {
+    /// Whether rows are documents, which a run cuts.
+    pub fn has_documents(&self) -> bool {
+        let documents = [Format::Documents, Format::Text].map(Format::name);
+        self.formats
+            .iter()
+            .filter_map(|found| found.split(' ').next())
+            .any(|found| documents.iter().any(|d| d == found))
+    }
+
     /// Prints the notes about the files, which lie at `paths`.
     pub fn print_notes(&self, paths: &[PathBuf]) {
         for (file, note) in &self.notes {

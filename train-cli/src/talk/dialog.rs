@@ -46,9 +46,10 @@ impl Dialog {
         self.say("user", text);
     }
 
-    /// Adds the answer to a prompt. Its tokens are remembered, unless it ended in front of a text, whose tokens it has, too.
+    /// Adds the answer to a prompt. Its tokens are remembered, unless a text of `--stop` ended it: they then include tokens of that
+    /// text, which is no part of the answer. Those of an answer without a text belong to no part of the conversation.
     pub fn reply(&mut self, prompt: &Prompt, answer: &Answer) {
-        if !answer.ended_by_text {
+        if !answer.ended_by_text && !answer.text.is_empty() {
             self.known.learn(&prompt.text, &prompt.ids, &answer.text, &answer.generation.ids);
         }
         self.say("assistant", &answer.text);

@@ -60,7 +60,7 @@ mod tests {
         let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("assets/demo/tokenizer.json");
         let tokenizer = Tokenizer::from_file(&path).unwrap();
         let encode = |text: &str| tokenizer.encode(text).unwrap();
-        // A token for each byte, which the tokenizer would not choose.
+        // A token for each character, which the tokenizer would not choose.
         let spelled = |text: &str| -> Vec<u32> { text.chars().flat_map(|c| encode(&c.to_string())).collect() };
         let mut known = KnownTokens::default();
         let (first, second) = ("user: Who are you? model: ", "<|im_end|>user: And now? model: ");
@@ -83,7 +83,7 @@ mod tests {
             let text = format!("{first}I am the model{second}");
             assert_eq!(known.of(&text, &tokenizer).unwrap(), [&one_turn[..], &encode(second)].concat());
         }
-        // Nothing is known of an answer that was changed.
+        // Nothing is known of an answer that was made shorter.
         let changed = format!("{first}I am the mode{second}");
         assert_eq!(known.of(&changed, &tokenizer).unwrap(), encode(&changed));
     }
