@@ -232,6 +232,10 @@ impl Container {
     /// Reads bytes of an entry, by several threads if they are many. The system also clears the buffer's memory as it is filled, so
     /// that one thread takes long.
     fn read(&self, entry: &ContainerEntry, start: u64, buffer: &mut [u8]) -> Result<(), ModelError> {
+        if buffer.len() <= READ_AT_A_TIME {
+            // The threads would keep memory of their own.
+            return self.read_part(entry, start, buffer);
+        }
         let parts = buffer.par_chunks_mut(READ_AT_A_TIME).enumerate();
         parts.try_for_each(|(n, part)| self.read_part(entry, start + (n * READ_AT_A_TIME) as u64, part))
     }
