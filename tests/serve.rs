@@ -616,9 +616,9 @@ fn many_streams_at_once_get_their_own_answers() {
         });
     };
     round(32);
-    let before = server.resident();
+    let before = server.allocated();
     round(32);
-    let after = server.resident();
+    let after = server.allocated();
     assert!(after < before + (1 << 20), "1,024 questions made the memory grow from {before} to {after} bytes");
 }
 
@@ -775,8 +775,8 @@ fn streams_at_once_are_even_and_right() {
             clients.into_iter().flat_map(|client| client.join().unwrap()).collect()
         })
     };
-    round(4);
-    let before = server.resident();
+    round(8);
+    let before = server.allocated();
     let round_is_even = || {
         let gaps = round(6);
         let [processor, real] = [0, 1].map(|clock| {
@@ -792,7 +792,7 @@ fn streams_at_once_are_even_and_right() {
     while began.elapsed() < Duration::from_secs(20) || even == 0 && rounds < 5 {
         (rounds, even) = (rounds + 1, even + usize::from(round_is_even()));
     }
-    let after = server.resident();
+    let after = server.allocated();
     eprintln!("memory {before} to {after}");
     assert!(
         5 * even >= rounds,

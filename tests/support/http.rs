@@ -22,10 +22,13 @@ pub(crate) struct Server {
 }
 
 impl Server {
-    /// Starts `serve` with these flags in `folder`, at a port that the system chooses.
+    /// Starts `serve` with these flags in `folder`, at a port that the system chooses. Its allocator uses one arena: with several,
+    /// the memory that a server needs also depends on which thread asks for it first.
     pub(crate) fn start(folder: &Path, flags: &[&str]) -> Self {
         let words = [&["serve", "--device", "cpu", "--port", "0"], flags].concat();
-        let mut child = command(folder, &words).stderr(Stdio::piped()).spawn().unwrap();
+        let mut server = command(folder, &words);
+        server.env("MALLOC_ARENA_MAX", "1").stderr(Stdio::piped());
+        let mut child = server.spawn().unwrap();
         let mut messages = BufReader::new(child.stderr.take().unwrap());
         let mut said = String::new();
         let address = loop {
@@ -59,10 +62,11 @@ impl Server {
         Duration::from(now).as_secs_f64()
     }
 
-    /// Bytes of memory that the server holds.
-    pub(crate) fn resident(&self) -> u64 {
+    /// Bytes of memory that the server has allocated and uses. Pages of the program's file do not count: how many of them stay in
+    /// memory depends on the system.
+    pub(crate) fn allocated(&self) -> u64 {
         let status = fs::read_to_string(format!("/proc/{}/status", self.child.id())).unwrap();
-        let line = status.lines().find(|line| line.starts_with("VmRSS:")).unwrap();
+        let line = status.lines().find(|line| line.starts_with("RssAnon:")).unwrap();
         line.split_whitespace().nth(1).unwrap().parse::<u64>().unwrap() << 10
     }
 
