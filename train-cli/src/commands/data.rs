@@ -102,7 +102,7 @@ fn stats(args: &StatsArgs) -> Result<(), CliError> {
     let files = files(&args.rows)?;
     for file in &files {
         let (mut read, report) = read::load(std::slice::from_ref(file), &text, &options)?;
-        if report.has_documents() {
+        if report.has_documents {
             // A run cuts documents, whatever --overlong says. One token alone predicts nothing.
             read = read.iter().flat_map(|s| s.pieces(most)).filter(|s| s.ids.len() > 1).collect();
         }

@@ -169,8 +169,8 @@ pub struct MicroBatches<'a> {
 }
 
 impl MicroBatches<'_> {
-    /// How many steps have been given out, and how many there are.
-    pub fn progress(&self) -> (usize, usize) {
+    /// How many steps have been handed out, and how many there are.
+    pub fn handed_out(&self) -> (usize, usize) {
         (self.next, self.order.steps)
     }
 }

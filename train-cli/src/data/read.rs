@@ -43,6 +43,8 @@ pub struct DataOptions {
 pub struct DataReport {
     /// The formats of the files: `messages`, `messages in Parquet`.
     pub formats: BTreeSet<String>,
+    /// Whether rows are documents, which a run cuts.
+    pub has_documents: bool,
     /// Rows that were read.
     pub rows: usize,
     /// Sequences that they made.
@@ -77,15 +79,6 @@ pub struct DataReport {
 }
 
 impl DataReport {
-    /// Whether rows are documents, which a run cuts.
-    pub fn has_documents(&self) -> bool {
-        let documents = [Format::Documents, Format::Text].map(Format::name);
-        self.formats
-            .iter()
-            .filter_map(|found| found.split(' ').next())
-            .any(|found| documents.iter().any(|d| d == found))
-    }
-
     /// Prints the notes about the files, which lie at `paths`.
     pub fn print_notes(&self, paths: &[PathBuf]) {
         for (file, note) in &self.notes {
@@ -235,6 +228,7 @@ impl RowReader<'_> {
         format: Format,
         rows: impl Iterator<Item = format::FoundRow<'a>>,
     ) -> Result<(), CliError> {
+        self.report.has_documents |= matches!(format, Format::Documents | Format::Text);
         self.report.formats.insert(match extensions::reader(path).and_then(Reader::table) {
             Some(table) => format!("{} in {table}", format.name()),
             None => format.name(),

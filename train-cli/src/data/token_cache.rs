@@ -28,7 +28,7 @@ use std::{
 
 /// Version of the format and of how rows become tokens. A change of either must raise it, so that older files are not
 /// read.
-const VERSION: u32 = 10;
+const VERSION: u32 = 11;
 /// Largest cache file that is read, which is read whole. A token takes five bytes, and its sample as much again in memory.
 const LARGEST: u64 = 64 << 30;
 
