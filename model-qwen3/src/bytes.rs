@@ -49,17 +49,17 @@ impl FloatType {
 
     /// Whether all values of bytes are finite: the exponents of the others have all bits.
     pub fn are_finite(self, bytes: &[u8]) -> bool {
-        let of_two = |exponent: u16| all(bytes, |b| u16::from_le_bytes(b) & exponent != exponent);
+        let of_two = |exponent: u16| all_are(bytes, |b| u16::from_le_bytes(b) & exponent != exponent);
         match self {
             Self::F16 => of_two(0x7c00),
             Self::Bf16 => of_two(0x7f80),
-            Self::F32 => all(bytes, |b| u32::from_le_bytes(b) & 0x7f80_0000 != 0x7f80_0000),
+            Self::F32 => all_are(bytes, |b| u32::from_le_bytes(b) & 0x7f80_0000 != 0x7f80_0000),
         }
     }
 }
 
-/// Whether all numbers of bytes are `good`. A processor looks at many numbers at once where it need not stop at the first one.
-fn all<const SIZE: usize>(bytes: &[u8], good: impl Fn([u8; SIZE]) -> bool) -> bool {
+/// Whether all numbers of bytes are `good`. A processor tests many numbers at once if it need not stop at the first bad one.
+fn all_are<const SIZE: usize>(bytes: &[u8], good: impl Fn([u8; SIZE]) -> bool) -> bool {
     let numbers = bytes.as_chunks().0;
     numbers.chunks(1024).all(|part| part.iter().fold(true, |all, number| all & good(*number)))
 }

@@ -229,11 +229,11 @@ impl Container {
         Ok(FloatType::F32.decode(&buffer)[0])
     }
 
-    /// Reads bytes of an entry, by several threads if they are many. The system also clears the buffer's memory as it is filled, so
-    /// that one thread takes long.
+    /// Reads bytes of an entry. Several threads share a large read, because the system clears the buffer's memory while it is
+    /// filled, and one thread alone takes long for that.
     fn read(&self, entry: &ContainerEntry, start: u64, buffer: &mut [u8]) -> Result<(), ModelError> {
         if buffer.len() <= READ_AT_A_TIME {
-            // The threads would keep memory of their own.
+            // A single part needs no other thread.
             return self.read_part(entry, start, buffer);
         }
         let parts = buffer.par_chunks_mut(READ_AT_A_TIME).enumerate();

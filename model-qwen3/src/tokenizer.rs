@@ -28,8 +28,8 @@ pub const LARGEST: u64 = 64 << 20;
 /// than one with a small file.
 const MEMORY: usize = 64 << 20;
 const MEMORY_PER_BYTE: usize = 1;
-/// Most tokens of the vocabulary, and most merges (a merge makes one token of two). Qwen3 has 151,643 tokens. A short token takes 350
-/// bytes of memory, and 15 of the file.
+/// Most tokens of the vocabulary, and most merges (a merge makes one token of two). Qwen3 has 151,643 tokens. A token of a few
+/// characters takes 15 bytes of the file, and a few hundred bytes of memory.
 const MOST_TOKENS: usize = 3 << 16;
 /// Most parts of a normalizer or a pre-tokenizer. Those of Qwen3 have one and two; each part takes time.
 const MOST_PARTS: usize = 8;
@@ -66,21 +66,21 @@ struct ModelKeys {
     fuse_unk: IgnoredAny,
     byte_fallback: IgnoredAny,
     ignore_merges: IgnoredAny,
-    vocab: Few,
-    merges: Few,
+    vocab: Counted,
+    merges: Counted,
 }
 
-/// An object or a list with at most [`MOST_TOKENS`] entries, of which nothing is kept.
+/// An object or a list whose entries are counted and not kept: at most [`MOST_TOKENS`].
 #[derive(Default)]
-struct Few;
+struct Counted;
 
-impl<'de> Deserialize<'de> for Few {
+impl<'de> Deserialize<'de> for Counted {
     fn deserialize<Source: Deserializer<'de>>(source: Source) -> Result<Self, Source::Error> {
         source.deserialize_any(Self)
     }
 }
 
-impl<'de> Visitor<'de> for Few {
+impl<'de> Visitor<'de> for Counted {
     type Value = Self;
 
     fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -88,16 +88,16 @@ impl<'de> Visitor<'de> for Few {
     }
 
     fn visit_map<Source: MapAccess<'de>>(self, mut map: Source) -> Result<Self, Source::Error> {
-        few(|| Ok(map.next_entry::<IgnoredAny, IgnoredAny>()?.is_some())).map(|()| self)
+        count(|| Ok(map.next_entry::<IgnoredAny, IgnoredAny>()?.is_some())).map(|()| self)
     }
 
     fn visit_seq<Source: SeqAccess<'de>>(self, mut list: Source) -> Result<Self, Source::Error> {
-        few(|| Ok(list.next_element::<IgnoredAny>()?.is_some())).map(|()| self)
+        count(|| Ok(list.next_element::<IgnoredAny>()?.is_some())).map(|()| self)
     }
 }
 
-/// Takes entries until `next` says that there are none, at most [`MOST_TOKENS`].
-fn few<Failure: Error>(mut next: impl FnMut() -> Result<bool, Failure>) -> Result<(), Failure> {
+/// Counts the entries that `next` reads, until it says that there are no more.
+fn count<Failure: Error>(mut next: impl FnMut() -> Result<bool, Failure>) -> Result<(), Failure> {
     let mut count = 0;
     while next()? {
         count += 1;

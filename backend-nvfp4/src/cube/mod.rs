@@ -310,8 +310,8 @@ where
         let words = into_contiguous(words);
         let [rows, cols] = dims(&words);
         let shape = [rows, cols * e4m3::BYTES_PER_WORD];
-        // Each chunk of a prompt reads a longer cache. The device's pool would keep a buffer of every length, but uses those of a
-        // few lengths again.
+        // Each chunk of a prompt decodes a longer cache, and the device's pool keeps a buffer of every length. Rounded up to powers
+        // of two, there are few lengths, whose buffers the pool uses again.
         let room = empty(&words, [rows.next_power_of_two(), shape[1]], dtype);
         let y = CubeTensor::new_contiguous(room.client, room.device, Shape::new(shape), room.handle, dtype);
         launched(e4m3::decode(&words.client, arg(&words), arg(&y), dtype.into()));

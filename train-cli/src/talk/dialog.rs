@@ -130,6 +130,10 @@ impl Dialog {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use model_qwen3::{
+        session::{Generation, StopReason},
+        tokenizer::Tokenizer,
+    };
 
     #[test]
     fn a_saved_conversation_comes_back() {
@@ -171,5 +175,33 @@ mod tests {
         dialog.load(&others).unwrap();
         dialog.ask("c");
         assert!(dialog.save(&others, &[]).unwrap() && std::fs::read(&others).unwrap() != before);
+    }
+
+    /// The tokens of an answer that has no text, or that a text of `--stop` ended, do not belong to the conversation.
+    #[test]
+    fn only_tokens_of_shown_text_are_remembered() {
+        let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("assets/demo/tokenizer.json");
+        let tokenizer = Tokenizer::from_file(&path).unwrap();
+        let remembered = |text: &str, ended_by_text: bool| {
+            let ids = tokenizer.encode("model: ").unwrap();
+            let prompt = Prompt { text: "model: ".into(), ids };
+            let generation = Generation { ids: vec![7, 8], stop: StopReason::Caller, logprobs: vec![] };
+            let answer = Answer {
+                generation,
+                text: text.into(),
+                prompt_tokens: prompt.ids.len(),
+                cached_tokens: 0,
+                ended_by_text,
+                seconds_to_first_token: 0.0,
+                seconds: 0.0,
+            };
+            let mut dialog = Dialog::default();
+            dialog.reply(&prompt, &answer);
+            let known = dialog.known.of(&format!("model: {text}"), &tokenizer).unwrap();
+            known.ends_with(&[7, 8])
+        };
+        assert!(remembered("Hello", false));
+        assert!(!remembered("Hello", true));
+        assert!(!remembered("", false));
     }
 }

@@ -1,6 +1,6 @@
-//! The tokens of a conversation as the model read and made them. The tokenizer need not choose those of an answer for its text:
-//! the model may spell a word in another way, or stop within a character. A later turn takes them as they were, so that each is
-//! read once.
+//! The tokens of a conversation, as the model read and made them. The text of an answer may have other tokens than the model made:
+//! the model can spell a word in another way than the tokenizer, or stop within a character. A later turn takes the known tokens, so
+//! that the model reads each token once.
 
 use crate::CliError;
 use model_qwen3::tokenizer::Tokenizer;
@@ -23,8 +23,8 @@ struct End {
 }
 
 impl KnownTokens {
-    /// The tokens of a rendered conversation: those that are known up to the last answer that it shares with the conversation
-    /// before, and behind it the tokenizer's.
+    /// The tokens of a rendered conversation. Up to the last answer that it shares with the known conversation, these are the known
+    /// tokens. The tokenizer makes those of the rest.
     ///
     /// # Errors
     /// If the tokenizer fails.

@@ -104,6 +104,7 @@ where
         drop(learner);
         let run = self.run.lock().expect("no holder panics").take().expect("the Learner calls fit once");
         let total = run.train.steps;
+        // The loop evaluates on `run.eval`, of which `valid` is a copy.
         let mut tell = |event| match event {
             Event::Step(report) => events.process_train(item(report.step, total, report.lr, report)),
             Event::Evaluation(evaluation) => events.process_valid(item(evaluation.step, total, 0.0, evaluation)),
@@ -141,7 +142,7 @@ impl<B: Backend> DataLoader<B, MicroBatch> for Order {
 
 impl DataLoaderIterator<MicroBatch> for MicroBatches<'_> {
     fn progress(&self) -> Progress {
-        let (done, all) = self.progress();
+        let (done, all) = self.handed_out();
         Progress::new(done, all)
     }
 }
