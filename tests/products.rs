@@ -190,25 +190,6 @@ fn transpose(x: &[f32], rows: usize, cols: usize) -> Vec<f32> {
 }
 
 #[test]
-fn tensor_core_products_are_right_in_tiles_of_every_width() {
-    on_gpu!(tiles);
-}
-
-/// The tensor-core product in each of its tiles, on ragged shapes, written over the result and added to it.
-fn tiles<R: CubeRuntime>() {
-    let client = R::client(&R::Device::default());
-    if !mma::supported(&client, BF16) {
-        return lacks(Feature::TensorCores);
-    }
-    let widths = gemm::tile_columns(&client);
-    let mut random = Random::new(23);
-    for case in 0..36 {
-        let cols = widths[case / 3 % widths.len()];
-        ragged_product::<R>(&mut random, case, cols, |products| gemm::gemm_in(&client, products, cols));
-    }
-}
-
-#[test]
 fn the_ways_to_make_products_are_named() {
     on_gpu!(ways);
 }
@@ -216,25 +197,6 @@ fn the_ways_to_make_products_are_named() {
 /// The last way is the one that every device has.
 fn ways<R: CubeRuntime>() {
     assert_eq!(Cube::<R>::tiers(&Default::default()).last(), Some(&"portable (matmul)"));
-}
-
-#[test]
-fn hopper_products_are_right_in_tiles_of_every_width() {
-    on_gpu!(hopper_tiles);
-}
-
-/// 504 ragged shapes on Hopper's own instructions.
-fn hopper_tiles<R: CubeRuntime>() {
-    let client = R::client(&R::Device::default());
-    if !hopper::is_hopper(&client) {
-        return lacks(Feature::Hopper);
-    }
-    let mut random = Random::new(29);
-    for case in 0..504 {
-        let widths = hopper::hopper_columns(PRODUCTS[case % 3]);
-        let cols = widths[case / 3 % widths.len()];
-        ragged_product::<R>(&mut random, case, cols, |products| hopper::hopper_gemm_in(&client, products, cols));
-    }
 }
 
 #[test]
@@ -277,43 +239,8 @@ fn one_order<R: CubeRuntime>() {
     }
 }
 
-const PRODUCTS: [Product; 3] = [Product::Nt, Product::Nn, Product::Tn];
 const BF16: StorageType = StorageType::Scalar(ElemType::Float(FloatKind::BF16));
 const F32: StorageType = StorageType::Scalar(ElemType::Float(FloatKind::F32));
-
-/// Launches a product of random shape and values by `launch`, and compares it with f64. Every second one is added to its
-/// result.
-fn ragged_product<R: CubeRuntime>(
-    random: &mut Random,
-    case: usize,
-    cols: usize,
-    launch: impl Fn(Gemm<R>) -> Result<(), KernelError>,
-) {
-    let device = R::Device::default();
-    let (product, accumulate) = (PRODUCTS[case % 3], case % 2 == 1);
-    let shape =
-        GemmShape { i: 8 * (1 + random.below(40)), j: 8 * (1 + random.below(50)), r: 8 * (1 + random.below(40)) };
-    let GemmShape { i, j, r } = shape;
-    let mut values =
-        |len: usize| -> Vec<half::bf16> { random.normals(len, 1.0).into_iter().map(half::bf16::from_f32).collect() };
-    let (a, b, start) = (values(i * r), values(j * r), values(i * j));
-    let floats = |v: &[half::bf16]| v.iter().map(|x| x.to_f32()).collect::<Vec<f32>>();
-    let rows_of = |v: &[half::bf16], across: bool, outer: usize| {
-        if across { transpose(&floats(v), r, outer) } else { floats(v) }
-    };
-    let (rows, columns) = (rows_of(&a, product == Product::Tn, i), rows_of(&b, product != Product::Nt, j));
-    let expected = matmul_nt(&rows, &columns, i, j, r).into_iter().zip(&start);
-    let expected = expected.map(|(y, start)| if accumulate { y + f64::from(start.to_f32()) } else { y });
-    let put = |v: &[half::bf16], dtype: DType| -> Tensor<Cube<R>, 1> {
-        Tensor::from_data(TensorData::new(v.to_vec(), [v.len()]), (&device, dtype))
-    };
-    let arg = |x: Tensor<Cube<R>, 1>| x.into_primitive().tensor().into_array_arg();
-    let (a, b, y) = (arg(put(&a, DType::BF16)), arg(put(&b, DType::BF16)), put(&start, DType::F32));
-    let one = Gemm::one(a, b, vec![], arg(y.clone()), (BF16, F32), shape, product);
-    launch(Gemm { accumulate, ..one }).unwrap();
-    let error = relative(&host(y), expected);
-    assert!(error < BOUND, "{product:?} {shape:?} in columns of {cols}, accumulate {accumulate}: {error:e}");
-}
 
 #[test]
 fn products_that_share_a_launch_are_right_on_the_cpu() {

@@ -131,17 +131,20 @@ pub(super) fn forward_of_many_blocks(gpu: &Gpu) -> Result<(), String> {
 fn forward_of(gpu: &Gpu, shape: AttentionShape, ty: StorageType, starts: Vec<u32>) -> Result<(), String> {
     let inputs = Inputs::new(gpu, shape, ty, starts);
     let AttentionShape { queries, heads, head_dim, .. } = inputs.shape;
-    let (y, lse) = (gpu.room(queries * heads * head_dim, inputs.ty), gpu.room(queries * heads, F32));
-    let qkv = [inputs.q.arg(), inputs.k.arg(), inputs.v.arg()];
-    let starts = gpu.indices(&inputs.starts);
-    attention::forward(&gpu.client, qkv, starts, y.arg(), lse.arg(), inputs.ty, inputs.shape).unwrap();
     let exact = inputs.all_probabilities();
-    let label = format!("attention {:?} {:?}", inputs.shape, inputs.ty);
-    gpu.compare(&label, &y, |at| inputs.output(&exact, at))?;
-    gpu.compare(&format!("{label} lse"), &lse, |at| Exact {
-        value: exact[at % queries * heads + at / queries].1,
-        allowed: 1e-5,
-    })
+    for by in &gpu.instructions {
+        let (y, lse) = (gpu.room(queries * heads * head_dim, inputs.ty), gpu.room(queries * heads, F32));
+        let qkv = [inputs.q.arg(), inputs.k.arg(), inputs.v.arg()];
+        let starts = gpu.indices(&inputs.starts);
+        attention::forward(&gpu.client, *by, qkv, starts, y.arg(), lse.arg(), inputs.ty, inputs.shape).unwrap();
+        let label = format!("attention by {by:?} {:?} {:?}", inputs.shape, inputs.ty);
+        gpu.compare(&label, &y, |at| inputs.output(&exact, at))?;
+        gpu.compare(&format!("{label} lse"), &lse, |at| Exact {
+            value: exact[at % queries * heads + at / queries].1,
+            allowed: 1e-5,
+        })?;
+    }
+    Ok(())
 }
 
 /// Gradients over documents that end within blocks, one of them longer than three blocks in bf16.
@@ -177,16 +180,10 @@ fn backward_of(
     let (y, dy) = (gpu.put(&outputs, inputs.ty), gpu.normal(&mut Random::new(3), nq, inputs.ty));
     let lse = gpu.put(&(0..nl).map(|at| exact[at % queries * heads + at / queries].1).collect::<Vec<_>>(), F32);
     let delta = gpu.room(nl, F32);
-    let [dq, dk, dv] = [nq, nk, nk].map(|len| gpu.room(len, inputs.ty));
     let client = &gpu.client;
     attention::delta(client, dy.arg(), y.arg(), delta.arg(), ty, shape).unwrap();
-    let saved = || attention::Saved { q: inputs.q.arg(), k: inputs.k.arg(), v: inputs.v.arg(), lse: lse.arg() };
-    let (starts, ends) = (|| gpu.indices(&inputs.starts), gpu.indices(&ends));
-    let out = [dk.arg(), dv.arg()];
-    attention::backward_kv(client, saved(), dy.arg(), delta.arg(), starts(), ends, out, ty, shape).unwrap();
-    attention::backward_q(client, saved(), dy.arg(), delta.arg(), starts(), dq.arg(), ty, shape).unwrap();
 
-    let label = format!("attention backward {shape:?} {ty:?}");
+    let label = format!("{shape:?} {ty:?}");
     let dot = |a: &[f64], b: &[f64]| a.iter().zip(b).map(|(a, b)| a * b).sum::<f64>();
     let deltas: Vec<f64> = (0..nl)
         .map(|at| {
@@ -194,7 +191,7 @@ fn backward_of(
             dot(inputs.row(&dy.values, heads, query, head), inputs.row(&y.values, heads, query, head))
         })
         .collect();
-    gpu.compare(&format!("{label} delta"), &delta, |at| Exact {
+    gpu.compare(&format!("delta of {label}"), &delta, |at| Exact {
         value: deltas[at % queries * heads + at / queries],
         allowed: 1e-4,
     })?;
@@ -214,13 +211,13 @@ fn backward_of(
         let size = terms.iter().map(|t| t.abs()).sum::<f64>() * factor;
         inputs.rounded(Exact::sum(terms.into_iter(), factor), size)
     };
-    gpu.compare(&format!("{label} dq"), &dq, |at| {
+    let of_query = |at: usize| {
         let (row, column) = (at / head_dim, at % head_dim);
         let (query, head) = (row / heads, inputs.kv_head(row % heads));
         let keys = inputs.seen(query).zip(&scores[row]);
         let terms = keys.map(|(key, ds)| ds * inputs.row(&inputs.k.values, kv_heads, key, head)[column]).collect();
         rounded(terms, inputs.scale())
-    })?;
+    };
     // What queries of the key's group give to value `at` of dk or dv.
     let given = |at: usize, factors: &dyn Fn(usize, usize) -> f64, rows: &Data| -> Vec<f64> {
         let (row, column) = (at / head_dim, at % head_dim);
@@ -235,10 +232,44 @@ fn backward_of(
             })
             .collect()
     };
-    gpu.compare(&format!("{label} dv"), &dv, |at| rounded(given(at, &|row, key| exact[row].0[key], &dy), 1.0))?;
-    gpu.compare(&format!("{label} dk"), &dk, |at| {
-        rounded(given(at, &|row, key| scores[row][key], &inputs.q), inputs.scale())
-    })
+    for by in gpu.instructions.iter().copied() {
+        let [dq, dk, dv] = [nq, nk, nk].map(|len| gpu.room(len, inputs.ty));
+        let saved = || attention::Saved { q: inputs.q.arg(), k: inputs.k.arg(), v: inputs.v.arg(), lse: lse.arg() };
+        let (starts, ends) = (|| gpu.indices(&inputs.starts), gpu.indices(&ends));
+        let out = [dk.arg(), dv.arg()];
+        attention::backward_kv(client, by, saved(), dy.arg(), delta.arg(), starts(), ends, out, ty, shape).unwrap();
+        attention::backward_q(client, by, saved(), dy.arg(), delta.arg(), starts(), dq.arg(), ty, shape).unwrap();
+        gpu.compare(&format!("dq by {by:?} of {label}"), &dq, of_query)?;
+        gpu.compare(&format!("dv by {by:?} of {label}"), &dv, |at| {
+            rounded(given(at, &|row, key| exact[row].0[key], &dy), 1.0)
+        })?;
+        gpu.compare(&format!("dk by {by:?} of {label}"), &dk, |at| {
+            rounded(given(at, &|row, key| scores[row][key], &inputs.q), inputs.scale())
+        })?;
+    }
+    Ok(())
+}
+
+/// `count` calls of random shapes: every fifth one with a cached prefix and without gradients, about every hundredth one of up to
+/// 1,500 tokens.
+pub(super) fn random(gpu: &Gpu, count: usize) {
+    let mut random = Random::new(67);
+    for case in 0..count {
+        let (head_dim, ty) = FORMS[case % 4];
+        let [heads, kv_heads] = [[4, 2], [8, 1], [2, 2], [3, 1]][case % 4];
+        let heads = [heads, kv_heads, head_dim];
+        if case % 5 == 4 {
+            let (past, queries) = (1 + random.below(200), 1 + random.below(100));
+            let start = random.below(past) as u32;
+            expect(gpu, forward_of(gpu, shape(queries, past, heads), ty, vec![start; queries]));
+            continue;
+        }
+        let longest = if case % 101 == 18 { 500 } else { 60 };
+        let lengths: Vec<usize> = (0..1 + random.below(3)).map(|_| 1 + random.below(longest)).collect();
+        let (shape, documents) = (shape(lengths.iter().sum(), 0, heads), documents(&lengths));
+        expect(gpu, forward_of(gpu, shape, ty, documents.0.clone()));
+        expect(gpu, backward_of(gpu, shape, ty, documents));
+    }
 }
 
 /// Several tokens over splits of one block, and one token over a split of four blocks.

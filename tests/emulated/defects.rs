@@ -82,7 +82,7 @@ fn text((entry, run): Subject) -> String {
     // There are no results to compare.
     let _ = run(&gpu);
     cubecl::future::block_on(gpu.client.sync()).unwrap();
-    let launch = gpu.device.take_launches().into_iter().find(|launch| launch.entry.starts_with(entry));
+    let launch = gpu.take_launches().into_iter().find(|launch| launch.entry.starts_with(entry));
     launch.unwrap_or_else(|| panic!("no {entry} kernel")).text
 }
 

@@ -145,6 +145,33 @@ pub(super) fn launch_and_compare(
     Ok(())
 }
 
+/// `count` cases of random shapes in every third form in turn. With three widths, that is each form in one of them: a card takes
+/// seconds to compile a form.
+pub(super) fn random(forms: &[Case], count: usize) -> impl Iterator<Item = Case> {
+    let mut random = Random::new(29);
+    forms.iter().step_by(3).cycle().take(count).map(move |case| case.ragged(&mut random))
+}
+
+impl Case {
+    /// The same form with random shapes. A copy takes eight values, so that stored rows are whole copies.
+    fn ragged(&self, random: &mut Random) -> Self {
+        let across = self.product == Tn;
+        let mut length = |whole: bool| if whole { 8 * (1 + random.below(40)) } else { 1 + random.below(320) };
+        let mut next = || GemmShape { i: length(across), j: length(true), r: length(!across) };
+        let first = next();
+        let shape = |_: &GemmShape| {
+            let GemmShape { i, j, r } = next();
+            match self.form {
+                Form::SharedLeft => GemmShape { j, ..first },
+                Form::SharedRight => GemmShape { i, ..first },
+                Form::Summed => GemmShape { r, ..first },
+                Form::One | Form::Accumulate => first,
+            }
+        };
+        Self { shapes: self.shapes.iter().map(shape).collect(), ..self.clone() }
+    }
+}
+
 /// Every case in every type and tile width that the device has.
 pub(super) fn forms(gpu: &Gpu) -> Vec<Case> {
     gemm::tile_columns(&gpu.client).into_iter().flat_map(|cols| cases(cols, true)).collect()

@@ -1,4 +1,4 @@
-//! An emulated GPU: its buffers hold numbers, and its results are compared with f64.
+//! A GPU, emulated or real: its buffers hold numbers, and its results are compared with f64.
 
 use crate::support::{Random, emulator};
 use backend_nvfp4::reference;
@@ -13,9 +13,13 @@ use cubecl::{
 use half::{bf16, f16};
 use kernels_cubecl::{
     any_cuda::{AnyCudaDevice, AnyCudaRuntime},
-    cuda_source::{Executor, OnLaunch, SourceDevice},
+    attention::Instructions,
+    block_scaled,
+    cuda_source::{Executor, Launch, OnLaunch, SourceDevice},
+    hopper,
     matmul::PackedArgs,
 };
+use rayon::prelude::*;
 
 pub(super) const F32: StorageType = StorageType::Scalar(ElemType::Float(FloatKind::F32));
 pub(super) const F16: StorageType = StorageType::Scalar(ElemType::Float(FloatKind::F16));
@@ -27,8 +31,11 @@ pub(super) const ARCHITECTURES: [u32; 3] = [80, 90, 121];
 
 pub(super) struct Gpu {
     pub(super) client: ComputeClient<AnyCudaRuntime>,
-    pub(super) device: SourceDevice,
+    device: AnyCudaDevice,
+    /// The compute capability: of a real GPU, that of [`ARCHITECTURES`] which has the same instructions.
     pub(super) arch: u32,
+    /// The kinds of instructions by which attention is tried.
+    pub(super) instructions: Vec<Instructions>,
     computes: bool,
 }
 
@@ -49,13 +56,35 @@ impl Gpu {
     }
 
     fn new(arch: u32, on_launch: OnLaunch, computes: bool) -> Self {
-        let device = SourceDevice::new(arch, on_launch);
-        Self { client: AnyCudaRuntime::client(&AnyCudaDevice::Source(device.clone())), device, arch, computes }
+        let device = AnyCudaDevice::Source(SourceDevice::new(arch, on_launch));
+        let client = AnyCudaRuntime::client(&device);
+        let instructions = vec![Instructions::of(&client, BF16)];
+        Self { client, device, arch, instructions, computes }
+    }
+
+    /// The first real one.
+    pub(super) fn real() -> Self {
+        let device = AnyCudaDevice::Gpu(0);
+        let client = AnyCudaRuntime::client(&device);
+        let (arch, instructions) = match (block_scaled::supported(&client), hopper::is_hopper(&client)) {
+            (true, _) => (121, vec![Instructions::MmaSync]),
+            (_, true) => (90, vec![Instructions::MmaSync, Instructions::Wgmma]),
+            _ => (80, vec![Instructions::MmaSync]),
+        };
+        Self { client, device, arch, instructions, computes: true }
+    }
+
+    /// The launches that were recorded, which are then forgotten.
+    pub(super) fn take_launches(&self) -> Vec<Launch> {
+        match &self.device {
+            AnyCudaDevice::Source(device) => device.take_launches(),
+            AnyCudaDevice::Gpu(_) => vec![],
+        }
     }
 
     /// A buffer of these bytes, which are numbers of type `dtype`.
     fn buffer(&self, bytes: &[u8], dtype: DType) -> Buffer {
-        let (device, shape) = (AnyCudaDevice::Source(self.device.clone()), Shape::new([bytes.len() / dtype.size()]));
+        let (device, shape) = (self.device.clone(), Shape::new([bytes.len() / dtype.size()]));
         CubeTensor::new_contiguous(self.client.clone(), device, shape, self.client.create_from_slice(bytes), dtype)
     }
 
@@ -100,19 +129,24 @@ impl Gpu {
     }
 
     /// An error unless each value of the buffer is as near to its exact one as `exact` allows.
-    pub(super) fn compare(&self, label: &str, data: &Data, exact: impl Fn(usize) -> Exact) -> Result<(), String> {
+    pub(super) fn compare(
+        &self,
+        label: &str,
+        data: &Data,
+        exact: impl Fn(usize) -> Exact + Sync,
+    ) -> Result<(), String> {
         if !self.computes {
             return Ok(());
         }
-        for (at, got) in self.read(data)?.into_iter().enumerate() {
+        self.read(data)?.into_par_iter().enumerate().try_for_each(|(at, got)| {
             let Exact { value, allowed } = exact(at);
             let allowed = allowed + value.abs() * rounding(data.ty);
             let error = (got - value).abs();
             if error.is_nan() || error > allowed {
                 return Err(format!("{label}: value {at} is {got}, not {value} within {allowed:e}"));
             }
-        }
-        Ok(())
+            Ok(())
+        })
     }
 
     /// A matrix of random codes, scales around 1, and the tensor scale 0.75.
@@ -145,11 +179,13 @@ impl Gpu {
 
 impl Drop for Gpu {
     fn drop(&mut self) {
-        self.device.give_back();
+        if let AnyCudaDevice::Source(device) = &self.device {
+            device.give_back();
+        }
     }
 }
 
-/// A buffer of an emulated GPU.
+/// A buffer of a GPU.
 type Buffer = CubeTensor<AnyCudaRuntime>;
 
 /// A buffer, and the numbers that it was made of.

@@ -24,7 +24,7 @@ pub(super) fn every(gpu: &Gpu) {
         expect(gpu, &one(Nt, 160, 2, types, Form::One));
     }
     expect(gpu, &one(Tn, 128, 0, (BF16, F32), Form::Accumulate));
-    for case in forms(true).into_iter().filter(|case| case.shapes.len() > 1) {
+    for case in forms().into_iter().filter(|case| case.shapes.len() > 1) {
         match (case.cols, case.types.0) {
             (128, BF16) => expect(gpu, &case),
             (128, _) | (_, BF16) => expect(gpu, &small(case)),
@@ -36,12 +36,11 @@ pub(super) fn every(gpu: &Gpu) {
     expect(gpu, &Case { product: Nt, shapes, cols: 128, scales: 0, types: (BF16, BF16), form: Form::One });
 }
 
-/// Every form in every width, for bf16 values or for every type.
-pub(super) fn forms(every_type: bool) -> Vec<Case> {
+/// Every form in every width and type.
+pub(super) fn forms() -> Vec<Case> {
     let fits = |case: &Case| hopper::hopper_columns(case.product).contains(&case.cols);
     // No product has a width that Nt has not.
-    let all = hopper::hopper_columns(Nt).iter().flat_map(|cols| cases(*cols, every_type));
-    all.filter(fits).collect()
+    hopper::hopper_columns(Nt).iter().flat_map(|cols| cases(*cols, true)).filter(fits).collect()
 }
 
 /// A joint form with products that are as small as they can be: their tiles have rows for both warpgroups that multiply, a whole

@@ -3,7 +3,8 @@
 //! use in each width of tiles (on Hopper's own instructions the joint forms and each storage order in each width), `gemv` by
 //! each plan for the layers of Qwen3-0.6B to 32B, attention, and NVFP4 tensor cores. A seed draws an eighth of all forms of
 //! products in every width and type.
-//! Several kinds of defects are put into the kernels by hand, and found.
+//! Several kinds of defects are put into the kernels by hand, and found. Where there is a card, the same launches, and random ones,
+//! run on it by each kind of instructions that it has, whatever the program would choose there.
 
 mod attention;
 mod block_scaled;
@@ -15,8 +16,9 @@ mod gpu;
 mod hopper;
 mod numbers;
 
-use crate::support::{Random, emulator, skipped_for};
+use crate::support::{self, Feature, Random, emulator, lacks, skipped_for};
 use gpu::{ARCHITECTURES, Gpu};
+use kernels_cubecl::mma;
 
 /// Runs `check` if there is a C++ compiler, or says that it was skipped.
 fn on_the_cpu<T>(check: impl FnOnce() -> T) {
@@ -75,7 +77,7 @@ fn forms_of_products(takes: fn(&mut Random) -> bool) {
             let gpu = Gpu::emulated(arch);
             gemm::forms(&gpu).iter().filter(|_| takes()).for_each(|case| gemm::expect(&gpu, case));
             if arch == 90 {
-                hopper::forms(true).iter().filter(|_| takes()).for_each(|case| hopper::expect(&gpu, case));
+                hopper::forms().iter().filter(|_| takes()).for_each(|case| hopper::expect(&gpu, case));
             }
             gemv::in_f16(&gpu, &mut takes);
         }
@@ -115,6 +117,54 @@ fn a_block_in_one_launch() {
 #[test]
 fn a_decoded_token_has_the_same_bits_beside_others() {
     on_the_cpu(|| decoder::beside_others_as_alone(&Gpu::emulated(90)));
+}
+
+/// Runs `check` on a card, or says that there is none.
+fn on_a_card(check: impl FnOnce(&Gpu)) {
+    if !matches!(support::gpu(), support::Gpu::Cuda) {
+        return lacks(Feature::TensorCores);
+    }
+    let gpu = Gpu::real();
+    assert!(mma::supported(&gpu.client, gpu::BF16));
+    check(&gpu);
+}
+
+#[test]
+fn a_card_multiplies_500_random_shapes_by_mma_sync() {
+    on_a_card(|gpu| gemm::random(&gemm::forms(gpu), 500).for_each(|case| gemm::expect(gpu, &case)));
+}
+
+#[test]
+fn a_card_multiplies_500_random_shapes_on_hopper() {
+    on_a_card(|gpu| {
+        if gpu.arch != 90 {
+            return lacks(Feature::Hopper);
+        }
+        gemm::random(&hopper::forms(), 500).for_each(|case| hopper::expect(gpu, &case));
+    });
+}
+
+#[test]
+fn a_card_computes_500_random_calls_of_attention() {
+    on_a_card(|gpu| attention::random(gpu, 500));
+}
+
+#[test]
+fn a_card_decodes_by_each_plan() {
+    on_a_card(|gpu| {
+        gemv::every(gpu, &gemv::SMALL);
+        gemv::every(gpu, &gemv::LARGE);
+    });
+}
+
+#[test]
+fn a_card_decodes_a_block_in_one_launch() {
+    on_a_card(|gpu| {
+        attention::decode(gpu);
+        decoder::every(gpu);
+        decoder::beside_others_as_alone(gpu);
+        block_scaled::every(gpu);
+    });
 }
 
 #[test]

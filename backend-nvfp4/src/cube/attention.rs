@@ -9,7 +9,7 @@ use crate::{
 use burn::tensor::{DType, backend::Backend};
 use burn_cubecl::{CubeRuntime, kernel::into_contiguous, tensor::CubeTensor};
 use kernels_cubecl::{
-    attention::{self, AttentionShape},
+    attention::{self, AttentionShape, Instructions},
     decode_attention, mma,
 };
 
@@ -33,7 +33,8 @@ where
     let lse = empty(&q, [spec.heads, docs.tokens()], DType::F32);
     let qkv = [arg(&q), arg(&k), arg(&v)];
     let dtype = q.dtype.into();
-    launched(attention::forward(&q.client, qkv, arg(&docs.starts), arg(&y), arg(&lse), dtype, shape));
+    let by = Instructions::of(&q.client, dtype);
+    launched(attention::forward(&q.client, by, qkv, arg(&docs.starts), arg(&y), arg(&lse), dtype, shape));
     (y, Some(lse))
 }
 
@@ -76,10 +77,12 @@ where
     let [dq, dk, dv] = [&q, &k, &v].map(|x| empty(x, dims(x), x.dtype));
     let delta = empty(&q, [spec.heads, docs.tokens()], DType::F32);
     let (client, dtype) = (&q.client, q.dtype.into());
+    let by = Instructions::of(client, dtype);
     let read = || attention::Saved { q: arg(&q), k: arg(&k), v: arg(&v), lse: arg(&lse) };
     launched(attention::delta(client, arg(&dy), arg(&saved.y), arg(&delta), dtype, shape));
     launched(attention::backward_kv(
         client,
+        by,
         read(),
         arg(&dy),
         arg(&delta),
@@ -90,7 +93,7 @@ where
         shape,
     ));
     let starts = arg(&docs.starts);
-    launched(attention::backward_q(client, read(), arg(&dy), arg(&delta), starts, arg(&dq), dtype, shape));
+    launched(attention::backward_q(client, by, read(), arg(&dy), arg(&delta), starts, arg(&dq), dtype, shape));
     [dq, dk, dv]
 }
 

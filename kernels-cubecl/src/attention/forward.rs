@@ -7,7 +7,8 @@
 //! maximum rises.
 
 use super::{
-    AttentionShape, BLOCK_ROWS, Call, HIDDEN, Heads, key_blocks, product_across, product_along, send_block, turn_block,
+    AttentionShape, BLOCK_ROWS, Call, HIDDEN, Heads, Instructions, key_blocks, product_across, product_along,
+    send_block, turn_block,
 };
 use crate::{
     error::{KernelError, expect_len, index},
@@ -30,6 +31,7 @@ const LANE_ROWS: usize = 4;
 /// If a buffer does not fit the shape, or the kernels do not take its heads.
 pub fn forward<R: Runtime>(
     client: &ComputeClient<R>,
+    instructions: Instructions,
     [q, k, v]: [ArrayArg<R>; 3],
     starts: ArrayArg<R>,
     out: ArrayArg<R>,
@@ -43,7 +45,7 @@ pub fn forward<R: Runtime>(
     expect_len(NAME, "out", out.size(), shape.query_len())?;
     expect_len(NAME, "starts", starts.size(), shape.queries)?;
     expect_len(NAME, "lse", lse.size(), shape.queries * shape.heads)?;
-    if hopper::takes(client, dtype) {
+    if instructions == Instructions::Wgmma {
         return hopper::launch(client, Kernel::Forward, vec![q, k, v, out], vec![starts, lse], dtype, shape);
     }
     let tiles = index(NAME, "T", shape.queries)?.div_ceil(ROWS);

@@ -8,11 +8,13 @@
 //! `start[t]` is the first token of the document of token `t` and never falls, so that a batch, a row of several
 //! documents and a cached prefix are one case. Scores never leave the registers. Sums are f32.
 //!
-//! Bound by the tensor cores and by reading fragments from shared memory. Blocks of hidden scores are skipped.
+//! Bound by the tensor cores and by reading fragments from shared memory. Blocks of hidden scores are skipped. The kernels of
+//! this folder use `mma.sync`; those of [`crate::hopper`] use Hopper's own instructions.
 
 use crate::{
     KernelError,
     error::{expect_len, index, require},
+    hopper,
 };
 use cubecl::prelude::*;
 
@@ -30,6 +32,22 @@ pub(crate) use keys::{key_blocks, send_block, turn_block};
 pub(crate) const BLOCK_ROWS: u32 = 64;
 /// The score of a key that is hidden: finite, so that differences are numbers.
 pub(crate) const HIDDEN: f32 = -1.0e30;
+
+/// The matrix instructions by which a kernel multiplies.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Instructions {
+    /// `mma.sync`, which every tensor core of 16-bit numbers has.
+    MmaSync,
+    /// `wgmma`, which Hopper GPUs have.
+    Wgmma,
+}
+
+impl Instructions {
+    /// The fastest ones that the device has for numbers of this type.
+    pub fn of<R: Runtime>(client: &ComputeClient<R>, dtype: StorageType) -> Self {
+        if hopper::attention::takes(client, dtype) { Self::Wgmma } else { Self::MmaSync }
+    }
+}
 
 /// The shape of one call.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -3,7 +3,7 @@
 use super::{BF16, Row, timing::Bench};
 use crate::{
     KernelError,
-    attention::{self, AttentionShape},
+    attention::{self, AttentionShape, Instructions},
     decode_attention::decode_attention,
 };
 use cubecl::prelude::*;
@@ -11,6 +11,7 @@ use cubecl::prelude::*;
 impl<R: Runtime> Bench<'_, R> {
     pub(super) fn attention(&self, show: &mut dyn FnMut(Row)) -> Result<(), KernelError> {
         let client = self.client;
+        let by = Instructions::of(client, BF16);
         for t in [2048usize, 4096, 8192] {
             let shape = AttentionShape { queries: t, keys: t, past: 0, heads: 32, kv_heads: 8, head_dim: 128 };
             let (nq, nk, nl) = (t * 4096, t * 1024, t * 32);
@@ -26,7 +27,7 @@ impl<R: Runtime> Bench<'_, R> {
             self.row(show, "attention forward", label.clone(), (None, Some(forward)), |_| {
                 let qkv = [self.arg(&q, nq), self.arg(&k, nk), self.arg(&v, nk)];
                 let (starts, out) = (self.arg(&starts, t), (self.arg(&y, nq), self.arg(&lse, nl)));
-                attention::forward(client, qkv, starts, out.0, out.1, BF16, shape)
+                attention::forward(client, by, qkv, starts, out.0, out.1, BF16, shape)
             })?;
             self.row(show, "attention backward", label, (None, Some(2.5 * forward)), |_| {
                 let saved = || attention::Saved {
@@ -40,9 +41,9 @@ impl<R: Runtime> Bench<'_, R> {
                 let (grad, delta, starts) = read();
                 let out = [self.arg(&dk, nk), self.arg(&dv, nk)];
                 let ends = self.arg(&ends, t);
-                attention::backward_kv(client, saved(), grad, delta, starts, ends, out, BF16, shape)?;
+                attention::backward_kv(client, by, saved(), grad, delta, starts, ends, out, BF16, shape)?;
                 let (grad, delta, starts) = read();
-                attention::backward_q(client, saved(), grad, delta, starts, self.arg(&dq, nq), BF16, shape)
+                attention::backward_q(client, by, saved(), grad, delta, starts, self.arg(&dq, nq), BF16, shape)
             })?;
         }
         Ok(())

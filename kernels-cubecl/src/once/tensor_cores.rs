@@ -3,7 +3,7 @@
 use super::zeros::{F32, Zeros};
 use crate::{
     KernelError,
-    attention::{self, AttentionShape},
+    attention::{self, AttentionShape, Instructions},
     block_scaled::{self, block_scaled},
     decode_attention,
     decoder::{self, ActivationRounding, Caches, DecoderBlock, DecoderShape, PAGE, Scratch, Weight},
@@ -128,12 +128,13 @@ pub(super) fn gemvs<R: Runtime>(zeros: &Zeros<R>, rows: usize) -> Result<(), Ker
 
 pub(super) fn attention<R: Runtime>(zeros: &Zeros<R>, rows: usize) -> Result<(), KernelError> {
     let Zeros { client, dtype } = *zeros;
+    let by = Instructions::of(client, dtype);
     for head_dim in [64usize, 128] {
         let shape = AttentionShape { queries: rows, keys: rows, past: 0, heads: 4, kv_heads: 2, head_dim };
         let (queries, keys, lse) = (rows * 4 * head_dim, rows * 2 * head_dim, rows * 4);
         let qkv = || [zeros.values(queries), zeros.values(keys), zeros.values(keys)];
         let starts = || zeros.floats(rows);
-        attention::forward(client, qkv(), starts(), zeros.values(queries), zeros.floats(lse), dtype, shape)?;
+        attention::forward(client, by, qkv(), starts(), zeros.values(queries), zeros.floats(lse), dtype, shape)?;
         attention::delta(client, zeros.values(queries), zeros.values(queries), zeros.floats(lse), dtype, shape)?;
         let saved = || {
             let [q, k, v] = qkv();
@@ -145,9 +146,9 @@ pub(super) fn attention<R: Runtime>(zeros: &Zeros<R>, rows: usize) -> Result<(),
         let ends = unsafe { ArrayArg::from_raw_parts(handle, rows) };
         let out = [zeros.values(keys), zeros.values(keys)];
         let (dy, delta) = (zeros.values(queries), zeros.floats(lse));
-        attention::backward_kv(client, saved(), dy, delta, starts(), ends, out, dtype, shape)?;
+        attention::backward_kv(client, by, saved(), dy, delta, starts(), ends, out, dtype, shape)?;
         let (dy, delta) = (zeros.values(queries), zeros.floats(lse));
-        attention::backward_q(client, saved(), dy, delta, starts(), zeros.values(queries), dtype, shape)?;
+        attention::backward_q(client, by, saved(), dy, delta, starts(), zeros.values(queries), dtype, shape)?;
 
         // Two new tokens over a cache.
         let past = rows * 3;

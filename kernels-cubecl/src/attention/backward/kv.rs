@@ -9,7 +9,7 @@
 
 use super::{AttentionShape, QueryBuffers, QueryBuffersLaunch, Saved, check, own_row, reserved, store_rows};
 use crate::{
-    attention::{BLOCK_ROWS, Call, Heads, product_across, product_along},
+    attention::{BLOCK_ROWS, Call, Heads, Instructions, product_across, product_along},
     error::{KernelError, expect_len, index},
     hopper::attention::{self as hopper, Kernel},
     mma::{Octet, Pair, UNITS, fill, lane_col, ring, sent, whole_rows, zero_sums},
@@ -23,6 +23,7 @@ use cubecl::prelude::{barrier::Barrier, *};
 #[allow(clippy::too_many_arguments, reason = "a launch takes its buffers one by one")]
 pub fn backward_kv<R: Runtime>(
     client: &ComputeClient<R>,
+    instructions: Instructions,
     saved: Saved<R>,
     dy: ArrayArg<R>,
     delta: ArrayArg<R>,
@@ -37,7 +38,7 @@ pub fn backward_kv<R: Runtime>(
     expect_len(NAME, "ends", ends.size(), shape.queries)?;
     expect_len(NAME, "dk", dk.size(), shape.key_len())?;
     expect_len(NAME, "dv", dv.size(), shape.key_len())?;
-    if hopper::takes(client, dtype) {
+    if instructions == Instructions::Wgmma {
         let Saved { q, k, v, lse } = saved;
         let (matrices, buffers) = (vec![q, k, v, dy, dk, dv], vec![lse, delta, starts, ends]);
         return hopper::launch(client, Kernel::Keys, matrices, buffers, dtype, shape);

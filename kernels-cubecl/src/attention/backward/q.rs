@@ -6,7 +6,9 @@
 
 use super::{AttentionShape, QueryBuffers, QueryBuffersLaunch, Saved, check, own_row, reserved, store_rows};
 use crate::{
-    attention::{BLOCK_ROWS, Call, Heads, key_blocks, product_across, product_along, send_block, turn_block},
+    attention::{
+        BLOCK_ROWS, Call, Heads, Instructions, key_blocks, product_across, product_along, send_block, turn_block,
+    },
     error::{KernelError, expect_len, index},
     hopper::attention::{self as hopper, Kernel},
     mma::{Octet, Pair, UNITS, fill, lane_col, whole_rows, zero_sums},
@@ -17,8 +19,10 @@ use cubecl::prelude::*;
 ///
 /// # Errors
 /// The same as [`super::backward_kv()`].
+#[allow(clippy::too_many_arguments, reason = "a launch takes its buffers one by one")]
 pub fn backward_q<R: Runtime>(
     client: &ComputeClient<R>,
+    instructions: Instructions,
     saved: Saved<R>,
     dy: ArrayArg<R>,
     delta: ArrayArg<R>,
@@ -30,7 +34,7 @@ pub fn backward_q<R: Runtime>(
     const NAME: &str = "attention backward q";
     check(NAME, &saved, &dy, &delta, &starts, shape)?;
     expect_len(NAME, "dq", dq.size(), shape.query_len())?;
-    if hopper::takes(client, dtype) {
+    if instructions == Instructions::Wgmma {
         let Saved { q, k, v, lse } = saved;
         let (matrices, buffers) = (vec![q, k, v, dy, dq], vec![lse, delta, starts]);
         return hopper::launch(client, Kernel::Queries, matrices, buffers, dtype, shape);

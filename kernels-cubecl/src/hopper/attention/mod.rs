@@ -29,7 +29,12 @@ mod text;
 
 /// Whether there are kernels for numbers of this type on this device.
 pub(crate) fn takes<R: Runtime>(client: &ComputeClient<R>, dtype: StorageType) -> bool {
-    is_hopper(client) && Number::of(dtype).is_some_and(|number| number != Number::F32)
+    number(client, dtype).is_some()
+}
+
+/// The numbers of a kernel for this type, if this device has one.
+fn number<R: Runtime>(client: &ComputeClient<R>, dtype: StorageType) -> Option<Number> {
+    Number::of(dtype).filter(|number| *number != Number::F32 && is_hopper(client))
 }
 
 /// Launches a kernel, whose buffers [`crate::attention`] has checked: `matrices` in the order of [`Kernel::maps`], the others in
@@ -49,9 +54,9 @@ pub(crate) fn launch<R: Runtime>(
             format!("{what} = {len} is more than a signed number of 32 bits holds")
         })?;
     }
-    let number = Number::of(dtype).ok_or_else(|| KernelError::Shape {
+    let number = number(client, dtype).ok_or_else(|| KernelError::Shape {
         kernel: NAME,
-        reason: format!("numbers of type {dtype} have no instruction of Hopper"),
+        reason: format!("this device has no instructions of Hopper for numbers of type {dtype}"),
     })?;
     let form = HopperAttentionForm { kernel, heads: shape.compiled_heads(), number };
     let map_of = |(name, buffer): (&&str, ArrayArg<R>)| {
