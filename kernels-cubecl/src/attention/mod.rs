@@ -14,40 +14,25 @@
 use crate::{
     KernelError,
     error::{expect_len, index, require},
-    hopper,
 };
 use cubecl::prelude::*;
 
 mod backward;
 mod forward;
 mod fragments;
+mod instructions;
 mod keys;
 
 pub use backward::{Saved, backward_kv, backward_q, delta};
 pub use forward::forward;
 pub(crate) use fragments::{product_across, product_along};
+pub use instructions::Instructions;
 pub(crate) use keys::{key_blocks, send_block, turn_block};
 
 /// Keys of a block, and queries of a block of the backward kernels.
 pub(crate) const BLOCK_ROWS: u32 = 64;
 /// The score of a key that is hidden: finite, so that differences are numbers.
 pub(crate) const HIDDEN: f32 = -1.0e30;
-
-/// The matrix instructions by which a kernel multiplies.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Instructions {
-    /// `mma.sync`, which every tensor core of 16-bit numbers has.
-    MmaSync,
-    /// `wgmma`, which Hopper GPUs have.
-    Wgmma,
-}
-
-impl Instructions {
-    /// The fastest ones that the device has for numbers of this type.
-    pub fn of<R: Runtime>(client: &ComputeClient<R>, dtype: StorageType) -> Self {
-        if hopper::attention::takes(client, dtype) { Self::Wgmma } else { Self::MmaSync }
-    }
-}
 
 /// The shape of one call.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
