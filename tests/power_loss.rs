@@ -1,5 +1,5 @@
 //! The power fails while a run writes. What was not synced is then lost, or arrives in part, or arrives while the name of its
-//! file does not. Whatever is left on the disk, each checkpoint and each output is the old one or the new one, a checkpoint
+//! file does not; all of it has one fate, or each file and folder its own. Whatever is left on the disk, each checkpoint and each output is the old one or the new one, a checkpoint
 //! after which the run has gone on is not lost, and the same command with `--resume-from-checkpoint` ends with the bits of a
 //! run without a power failure.
 //!
@@ -25,20 +25,43 @@ use train_cli::{durable, run::resume};
 fn a_power_failure_loses_nothing() {
     let mut random = Random::new(7);
     fail(|operations| {
-        let places = (0..8).map(|part| (part * operations + random.below(operations)) / 8);
-        places.enumerate().map(|(i, at)| (at, LOSSES[i % LOSSES.len()])).collect()
+        let places = (0..10).map(|part| (part * operations + random.below(operations)) / 10);
+        places.enumerate().map(|(i, at)| (at, losses(at)[i % 5])).collect()
     });
 }
 
 #[test]
-#[ignore = "four disks for each operation; a_power_failure_loses_nothing tries eight"]
+#[ignore = "five disks for each operation; a_power_failure_loses_nothing tries ten"]
 fn every_power_failure_loses_nothing() {
-    fail(|operations| part((0..operations).flat_map(|at| LOSSES.map(|loss| (at, loss))).collect()));
+    fail(|operations| part((0..operations).flat_map(|at| losses(at).map(|loss| (at, loss))).collect()));
 }
 
-/// What is lost of the names in folders and of the contents of files that were not synced.
+/// What becomes of files and folders that were not synced.
 #[derive(Debug, Clone, Copy)]
-struct Loss {
+enum Loss {
+    /// The same.
+    One(Fate),
+    /// What a seed draws for each.
+    Each(usize),
+}
+
+impl Loss {
+    /// What becomes of a file or folder.
+    fn of(self, node: usize) -> Fate {
+        match self {
+            Self::One(fate) => fate,
+            Self::Each(seed) => {
+                let mut random = Random::new((seed << 32 | node) as u64);
+                let contents = [Contents::All, Contents::Half, Contents::Nothing][random.below(3)];
+                Fate { names: random.below(2) == 0, contents }
+            }
+        }
+    }
+}
+
+/// What is lost of the names in a folder, and of the contents of a file.
+#[derive(Debug, Clone, Copy)]
+struct Fate {
     names: bool,
     contents: Contents,
 }
@@ -52,12 +75,17 @@ enum Contents {
     Nothing,
 }
 
-const LOSSES: [Loss; 4] = [
-    Loss { names: true, contents: Contents::Nothing },
-    Loss { names: false, contents: Contents::Nothing },
-    Loss { names: false, contents: Contents::Half },
-    Loss { names: true, contents: Contents::All },
-];
+/// What a power failure after operation `at` may do.
+fn losses(at: usize) -> [Loss; 5] {
+    let one = |names, contents| Loss::One(Fate { names, contents });
+    [
+        one(true, Contents::Nothing),
+        one(false, Contents::Nothing),
+        one(false, Contents::Half),
+        one(true, Contents::All),
+        Loss::Each(at),
+    ]
+}
 
 /// Lets the power fail after these operations of a run.
 fn fail(cases: impl FnOnce(usize) -> Vec<(usize, Loss)>) {
@@ -69,7 +97,7 @@ fn fail(cases: impl FnOnce(usize) -> Vec<(usize, Loss)>) {
     let saved = committed(&operations).expect("the folder of the run is synced after a checkpoint has its name");
 
     // What a run that has ended says is there, is there.
-    for loss in LOSSES {
+    for loss in losses(operations.len()) {
         machine.empty();
         Disk::after(&operations, &machine.folder()).fail(loss, &machine.folder());
         assert!(outcome(&machine.folder()) == whole, "the run had ended: {loss:?}");
@@ -77,7 +105,7 @@ fn fail(cases: impl FnOnce(usize) -> Vec<(usize, Loss)>) {
     // A run that synced nothing would lose it all.
     let unsynced: Vec<Operation> = operations.iter().filter(|op| !matches!(op, Operation::Sync(_))).cloned().collect();
     machine.empty();
-    Disk::after(&unsynced, &machine.folder()).fail(LOSSES[0], &machine.folder());
+    Disk::after(&unsynced, &machine.folder()).fail(losses(0)[0], &machine.folder());
     assert!(outcome(&machine.folder()).iter().all(|(_, content)| content.is_none()));
 
     for (at, loss) in cases(operations.len()) {
@@ -95,7 +123,7 @@ fn fail(cases: impl FnOnce(usize) -> Vec<(usize, Loss)>) {
 
 /// Every output and every checkpoint is whole or not there.
 fn old_or_new(folder: &Path, whole: &Outcome, case: &str) {
-    for name in ["r/final", "r/checkpoint-2", "r/checkpoint-4"] {
+    for name in ["r/final", "r/checkpoint-2", "r/checkpoint-4", "r/checkpoint-6"] {
         let path = folder.join(name);
         assert!(!path.exists() || durable::verify(&path).is_ok(), "{name} is neither old nor new: {case}");
     }
@@ -217,12 +245,13 @@ impl Disk {
         match &self.nodes[node] {
             Node::Folder([now, synced]) => {
                 fs::create_dir_all(target).unwrap();
-                let entries = if loss.names { synced } else { now };
+                let entries = if loss.of(node).names { synced } else { now };
                 entries.iter().for_each(|(name, node)| self.write(*node, loss, &target.join(name)));
             }
             Node::File([now, synced]) => {
-                let mut content = if loss.contents == Contents::Nothing { synced } else { now }.clone();
-                if loss.contents == Contents::Half && now != synced {
+                let contents = loss.of(node).contents;
+                let mut content = if contents == Contents::Nothing { synced } else { now }.clone();
+                if contents == Contents::Half && now != synced {
                     let arrived = (synced.len().min(now.len()) + now.len()) / 2;
                     content[arrived..].fill(0);
                 }

@@ -394,8 +394,11 @@ fn an_old_checkpoint_that_cannot_be_deleted_is_warned_of() {
     let said = String::from_utf8_lossy(&out.stderr);
     assert!(out.status.success(), "{said}");
     assert!(said.contains("warning: an old checkpoint cannot be deleted") && said.contains("checkpoint-1"), "{said}");
-    assert!(machine.folder().join("r/checkpoint-4").exists() && !machine.folder().join("r/checkpoint-2").exists());
+    assert!(machine.folder().join("r/checkpoint-6").exists() && !machine.folder().join("r/checkpoint-2").exists());
     assert!(machine.folder().join("r/final/model.dat").exists());
+    // What is left of it has a temporary name, so that nobody takes it for a checkpoint.
+    assert!(!machine.folder().join("r/checkpoint-1").exists());
+    assert!(names(&machine.folder().join("r")).iter().any(|name| name.ends_with("-checkpoint-1")));
 }
 
 /// A resumed run writes into the folder around its checkpoint. So that folder must be a run folder, and a link to a checkpoint

@@ -102,8 +102,8 @@ fn a_run_that_is_stopped_is_summarized_too() {
             assert_eq!(
                 row(&text, "state"),
                 [match steps {
-                    4 => "not complete, 4 steps; SIGINT ended it".to_owned(),
-                    made => format!("not complete, {made} of 4 steps; SIGINT ended it"),
+                    6 => "not complete, 6 steps; SIGINT ended it".to_owned(),
+                    made => format!("not complete, {made} of 6 steps; SIGINT ended it"),
                 }]
             );
             let listed = ok(&machine.folder(), &["runs", "list", "."]);

@@ -3,7 +3,7 @@
 //! kernels, and rustyline the history of `chat`.)
 //!
 //! A file appears under its name complete or not at all: it is written under a temporary name beside it, synced and
-//! renamed, and its folder is synced. A folder of files appears the same way. It ends with `manifest.json`, which is
+//! renamed, and its folder is synced. A folder of files appears the same way, and a checkpoint disappears so. It ends with `manifest.json`, which is
 //! written last and lists size and SHA-256 of every other file.
 //!
 //! | file | what it holds |
@@ -31,4 +31,4 @@ pub use manifest::{
     verify_listed,
 };
 pub use pending::{PendingFolder, aside_name, finish_replacement};
-pub use temporary::{is_temporary, remove_unless_held, sweep};
+pub use temporary::{is_temporary, remove_folder, remove_unless_held, sweep};

@@ -1,6 +1,6 @@
 //! Temporary names. A process writes under one and holds a lock on what it writes, so that others know whether it lives.
 
-use super::disk::{is_at, parent, remove};
+use super::disk::{is_at, parent, remove, rename};
 use crate::CliError;
 use std::{
     fs::{self, File, OpenOptions},
@@ -51,6 +51,16 @@ pub fn remove_unless_held(path: &Path) -> Result<(), CliError> {
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(()),
         Err(_) => remove(path),
     }
+}
+
+/// Removes a folder, which is there as a whole or not at all: it gets a temporary name first.
+///
+/// # Errors
+/// If the system fails. What is then left has the temporary name, or is the whole folder.
+pub fn remove_folder(folder: &Path) -> Result<(), CliError> {
+    let aside = sibling(folder);
+    rename(folder, &aside)?;
+    remove(&aside)
 }
 
 /// Removes the temporary files of this target that processes left when they died: whoever writes one holds a lock on it,

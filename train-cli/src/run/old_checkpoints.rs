@@ -21,7 +21,7 @@ pub(super) fn delete_old(run: &Path, keep: Keep) -> Result<(), CliError> {
     let stays = |step: usize| keep.best == Some(step) || keep.period.is_some_and(|period| step.is_multiple_of(period));
     for (_, old) in list(run)?.into_iter().skip(keep.newest).filter(|(step, _)| !stays(*step)) {
         // The new checkpoint is safe: an old one too many does not end the run.
-        if let Err(error) = durable::remove(&old) {
+        if let Err(error) = durable::remove_folder(&old) {
             report::line(format!("warning: an old checkpoint cannot be deleted: {error}"));
         }
     }
