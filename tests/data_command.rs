@@ -88,17 +88,44 @@ fn stats_count_what_a_run_would_take_and_leave_out() {
     let words = "fit -m m -d rows.jsonl --device cpu --max-seq-length 64 --val-split 0 --dry-run";
     let plan = run(d, &words.split(' ').collect::<Vec<_>>());
     let said = String::from_utf8_lossy(&plan.stdout).into_owned() + &String::from_utf8_lossy(&plan.stderr);
-    assert!(said.contains(&format!("{fitting} tokens")) || said.contains("3 train"), "{said}");
+    assert!(said.contains(&format!("3 train / 0 eval · {fitting} tokens")), "{said}");
     let table = ok(d, &args);
-    for part in
-        ["rows        5 · 4 sequences", "1 row in which the loss counts nothing: rows.jsonl:4", "--overlong decides"]
-    {
+    for part in [
+        "rows        5 · 4 sequences",
+        "1 row in which the loss counts nothing or whose weight is 0: rows.jsonl:4",
+        "--overlong decides",
+    ] {
         assert!(table.contains(part), "{part}: {table}");
     }
     // Rows are counted whole, so that none is left out for its length.
     rows(d, &[("hi", "not this", 0.0)]);
     let stderr = refused(d, &args, 3);
     assert!(stderr.contains("no row is left: 1 row dropped, not supervised or of weight 0"), "{stderr}");
+}
+
+#[test]
+fn rows_of_weight_zero_are_left_out_and_broken_weights_are_named() {
+    let dir = tempfile::tempdir().unwrap();
+    let d = dir.path();
+    tiny_model(&d.join("m"), true);
+    let row = |text: &str, more: &str| {
+        format!(
+            "{{\"messages\": [{{\"role\": \"user\", \"content\": \"a\"}}, {{\"role\": \"assistant\", \"content\": {text:?}}}]{more}}}\n"
+        )
+    };
+    let file = d.join("rows.jsonl");
+    fs::write(&file, row("b", ", \"often\": 2") + &row("c", ", \"often\": 0") + &row("d", ", \"often\": 0.5")).unwrap();
+    let words = ["data", "stats", "rows.jsonl", "-m", "m", "--weight-column", "often", "--json"];
+    let found: Value = serde_json::from_str(&ok(d, &words)).unwrap();
+    assert_eq!((&found["rows"], &found["sequences"]), (&3.into(), &2.into()));
+    assert_eq!(found["not_supervised"], serde_json::json!(["rows.jsonl:2"]));
+    let all: Value = serde_json::from_str(&ok(d, &[&words[..5], &["--json"]].concat())).unwrap();
+    assert_eq!(all["sequences"], 3);
+    for (more, reason) in [("", "no \"often\""), (", \"often\": -1", "a weight is a number from 0")] {
+        fs::write(&file, row("b", ", \"often\": 1") + &row("c", more)).unwrap();
+        let said = refused(d, &words, 3);
+        assert!(said.contains("rows.jsonl:2: ") && said.contains(reason), "{said}");
+    }
 }
 
 /// Every command that reads rows refuses a --max-seq-length above the model's limit, and one in which nothing is predicted.

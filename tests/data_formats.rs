@@ -2,7 +2,7 @@
 //! is broken.
 
 use crate::support::{
-    files::{Cost, cost, ok, run, tiny_model},
+    files::{Cost, cost, ok, refused, run, tiny_model},
     golden,
 };
 use parquet::{
@@ -733,6 +733,20 @@ fn an_optional_field_is_text_or_not_there() {
 
 /// What is broken is refused with file, line and reason.
 #[test]
+fn a_thought_that_is_no_text_is_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    let d = dir.path();
+    tiny_model(&d.join("m"), true);
+    for (key, thought) in [("reasoning_content", "[\"c\"]"), ("thinking", "5")] {
+        let answer = format!("{{\"role\": \"assistant\", \"content\": \"b\", {key:?}: {thought}}}");
+        let row = format!("{{\"messages\": [{{\"role\": \"user\", \"content\": \"a\"}}, {answer}]}}\n");
+        std::fs::write(d.join("x.jsonl"), row).unwrap();
+        let said = refused(d, &["data", "stats", "x.jsonl", "-m", "m"], 3);
+        assert!(said.contains(&format!("x.jsonl:1: message 2: {key:?} must be text")), "{said}");
+    }
+}
+
+#[test]
 fn a_broken_row_is_named_by_its_file_and_line() {
     let dir = tempfile::tempdir().unwrap();
     let d = dir.path();
@@ -829,7 +843,10 @@ fn rows_have_the_places_where_they_stand() {
     let shown = ok(d, &["data", "preview", "x.json", "-m", "m"]);
     assert!(shown.contains("\nx.json:1, row 1 · ") && shown.contains("\nx.json:2 · "), "{shown}");
     let counted = ok(d, &["data", "stats", "x.json", "-m", "m"]);
-    assert!(counted.contains("1 row in which the loss counts nothing: x.json:1, row 2\n"), "{counted}");
+    assert!(
+        counted.contains("1 row in which the loss counts nothing or whose weight is 0: x.json:1, row 2\n"),
+        "{counted}"
+    );
     for name in ["x.txt", "x.tsv", "x.jsonl"] {
         std::fs::write(d.join(name), b"one\n\ntwo \xFF\xFE three\n").unwrap();
         let error = plan(d, name, &[]).unwrap_err();

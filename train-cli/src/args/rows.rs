@@ -61,6 +61,9 @@ pub struct RowsArgs {
     /// document
     #[arg(long, value_name = "TEXT", allow_hyphen_values = true, value_parser = NonEmptyStringValueParser::new())]
     pub document_separator: Option<String>,
+    /// Key of JSON rows, or column of a table, with a number that says how often an epoch uses the row. A row with 0 is left out
+    #[arg(long, value_name = "NAME")]
+    pub weight_column: Option<String>,
     /// Which tokens the loss counts
     #[arg(long, value_enum, default_value_t)]
     pub loss_on: LossOn,

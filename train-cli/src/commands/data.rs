@@ -133,7 +133,7 @@ struct Stats {
     lengths: Lengths,
     /// Sequences whose tokens are those of an earlier one.
     duplicates: usize,
-    /// Rows in which the loss counts nothing.
+    /// Rows in which the loss counts nothing, or whose weight is 0.
     not_supervised: Vec<String>,
     max_seq_length: usize,
     /// Sequences that are longer.
@@ -200,7 +200,7 @@ impl Stats {
             report::count(self.duplicates, "sequence")
         ));
         lines.push(format!(
-            "left out    {} in which the loss counts nothing{}",
+            "left out    {} in which the loss counts nothing or whose weight is 0{}",
             report::count(self.not_supervised.len(), "row"),
             listed(&self.not_supervised)
         ));
@@ -259,7 +259,7 @@ fn files(args: &RowsArgs) -> Result<Vec<PathBuf>, CliError> {
 }
 
 fn options(args: &RowsArgs) -> DataOptions {
-    let rows = RowOptions { separator: args.document_separator.clone(), weight: None };
+    let rows = RowOptions { separator: args.document_separator.clone(), weight: args.weight_column.clone() };
     DataOptions { format: args.format, loss_on: args.loss_on, overlong: Overlong::Drop, max_seq_length: 0, rows }
 }
 

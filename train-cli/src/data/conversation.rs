@@ -198,6 +198,11 @@ fn check(message: &mut Value) -> Result<bool, String> {
         return Err(empty("content"));
     }
     message["content"] = text.into();
+    for key in ["reasoning_content", "thinking"] {
+        if message.get(key).is_some_and(|thought| !thought.is_null() && !thought.is_string()) {
+            return Err(format!("{key:?} must be text"));
+        }
+    }
     match message.as_object_mut().and_then(|message| message.remove("weight")) {
         // A table has a weight for every message if one message has one.
         None | Some(Value::Null) => Ok(true),
