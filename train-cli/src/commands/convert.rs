@@ -75,7 +75,7 @@ pub fn run(args: &ConvertArgs) -> Result<(), CliError> {
     report::unscaled_inputs(source.tensors().has_input_scales() && !keeps_inputs);
     let trained = source.trained(&files)?;
     let scaling = scaling(args, container, source.tensors(), trained.as_ref());
-    let quantized = Quantized::of(trained.as_ref(), &files, scaling)?;
+    let quantized = Quantized::of(args, trained.as_ref(), &files, scaling)?;
     let tensors = Repacked::new(source.tensors(), format(args, container, &quantized)?).of_finished();
     let mut small = if gguf.is_none() { source.small_files(&files)? } else { vec![] };
     let config = files.config_file(None);
@@ -264,10 +264,22 @@ struct Quantized {
 }
 
 impl Quantized {
-    fn of(trained: Option<&Trained>, files: &ModelFiles, scaling: Scaling) -> Result<Self, CliError> {
-        let dense_from = match trained.map_or(0, |trained| trained.bf16_last_blocks) {
-            0 => usize::MAX,
-            blocks => Qwen3Config::from_file(&files.config_file(None))?.num_hidden_layers.saturating_sub(blocks),
+    fn of(
+        args: &ConvertArgs,
+        trained: Option<&Trained>,
+        files: &ModelFiles,
+        scaling: Scaling,
+    ) -> Result<Self, CliError> {
+        let dense_blocks = trained.map_or(0, |trained| trained.bf16_last_blocks);
+        let dense_from = if dense_blocks == 0 || args.dtype != WeightArg::Nvfp4 {
+            usize::MAX
+        } else {
+            let config = files.config_file(args.tokenizer.as_deref());
+            if !config.exists() && args.tokenizer.is_none() {
+                let text = "the last blocks of this model stay unquantized, and only its config.json says which they are; put it there";
+                return Err(CliError::Usage(format!("{}: {text}", config.display())));
+            }
+            Qwen3Config::from_file(&config)?.num_hidden_layers.saturating_sub(dense_blocks)
         };
         let recipe = trained.map_or(Recipe::W4, Trained::recipe_of_weights);
         let block = LinearSpec::new(recipe, scaling, Precision::F32).weights().block;
