@@ -205,3 +205,66 @@ fn usage(answers: &[&Answer], request: &Request) -> Value {
         "prompt_tokens_details": {"cached_tokens": cached},
     })
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use model_qwen3::session::StopReason;
+    use std::path::Path;
+
+    fn reply(calls_tools: bool) -> Reply {
+        let (id, model) = ("x".to_owned(), "m".to_owned());
+        Reply { interface: Interface::Chat, id, created: 0, model, calls_tools }
+    }
+
+    const CALLS: &str = "Wait.\n<tool_call>\n{\"name\": \"add\", \"arguments\": {\"a\": 1}}\n</tool_call>\n<tool_call>{\"name\": \
+                         \"now\"}</tool_call>";
+
+    fn calls() -> Value {
+        let call = |id: &str, name: &str, arguments: &str| {
+            let function = json!({"name": name, "arguments": arguments});
+            json!({"id": id, "type": "function", "function": function})
+        };
+        json!([call("call_x_2_0", "add", "{\"a\":1}"), call("call_x_2_1", "now", "{}")])
+    }
+
+    #[test]
+    fn calls_are_taken_out_of_the_text_if_the_request_has_tools() {
+        assert_eq!(reply(true).content_and_calls(2, CALLS), ("Wait.".into(), Some(calls())));
+        assert_eq!(reply(false).content_and_calls(2, CALLS), (CALLS.into(), None));
+        let alone = "<tool_call>{\"name\": \"now\"}</tool_call>";
+        assert_eq!(reply(true).content_and_calls(0, alone).0, Value::Null);
+        for text in [
+            "no call",
+            "<tool_call>{\"name\": now}</tool_call>",
+            "<tool_call>{\"arguments\": {}}</tool_call>",
+            "<think>\n<tool_call>{\"name\": \"now\"}</tool_call>\n</think>\n\nNo.",
+        ] {
+            assert_eq!(reply(true).content_and_calls(0, text), (text.into(), None), "{text}");
+        }
+    }
+
+    #[test]
+    fn calls_stand_in_the_last_pieces_of_a_stream() {
+        let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("assets/demo/tokenizer.json");
+        let tokenizer = Tokenizer::from_file(&path).unwrap();
+        let answer = Answer {
+            generation: Generation { ids: vec![], stop: StopReason::StopToken(511), logprobs: vec![] },
+            text: CALLS.into(),
+            prompt_tokens: 1,
+            cached_tokens: 0,
+            ended_by_text: false,
+            seconds_to_first_token: 0.0,
+            seconds: 0.0,
+        };
+        let pieces = reply(true).closing(2, &answer, &mut Sent::default(), &tokenizer);
+        let [first, last] = &pieces[..] else { panic!("{pieces:?}") };
+        let mut expected = calls();
+        expected[0]["index"] = 0.into();
+        expected[1]["index"] = 1.into();
+        assert_eq!(first["choices"][0]["delta"], json!({"content": "Wait.", "tool_calls": expected}));
+        assert_eq!(last["choices"][0]["finish_reason"], "tool_calls");
+        let pieces = reply(false).closing(2, &answer, &mut Sent::default(), &tokenizer);
+        assert!(pieces.len() == 1 && pieces[0]["choices"][0]["finish_reason"] == "stop", "{pieces:?}");
+    }
+}
