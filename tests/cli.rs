@@ -342,6 +342,8 @@ fn the_version_names_what_the_program_was_built_from() {
         assert!(out.contains(&format!("{name} {pinned}")), "{name} {pinned}: {out}");
     }
     assert!(out.contains("CUDA, Vulkan") && out.starts_with("train-cli "), "{out}");
+    let commit = out.split("commit ").nth(1).is_some_and(|rest| rest.bytes().take(12).all(|b| b.is_ascii_hexdigit()));
+    assert!(commit || out.contains("development build"), "{out}");
 }
 
 #[test]

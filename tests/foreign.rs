@@ -3,7 +3,7 @@
 
 use crate::support::{
     Cpu,
-    files::{ok, refused, run, tensors_of, tiny_model},
+    files::{names, ok, refused, run, tensors_of, tiny_model},
     golden, golden_bytes,
 };
 use backend_nvfp4::{GivenScale, LinearSpec, Precision, Recipe, Scaling, reference};
@@ -127,6 +127,36 @@ fn a_folder_in_bf16_holds_the_rounded_weights_in_as_many_files_as_wanted() {
             assert_eq!(b.read_dense(&name).unwrap(), rounded, "{name}");
         }
         answer(d, &out);
+    }
+}
+
+#[test]
+fn a_quantized_folder_of_several_files_is_that_of_one_file() {
+    let dir = tempfile::tempdir().unwrap();
+    let d = dir.path();
+    tiny_model(&d.join("m"), true);
+    for format in ["compressed-tensors", "modelopt"] {
+        let words = ["export-hf", "-m", "m", "--format", format, "--device", "cpu", "-o"];
+        let several = format!("several-{format}");
+        ok(d, &[&words[..], &[format]].concat());
+        ok(d, &[&words[..], &[&several, "--max-shard-size", "0.02MB"]].concat());
+        let files = names(&d.join(&several));
+        let third = files.iter().any(|file| file.starts_with("model-00003-of-"));
+        assert!(third && files.contains("model.safetensors.index.json"), "{files:?}");
+        let (a, b) = (Container::open(&d.join(format)).unwrap(), Container::open(&d.join(&several)).unwrap());
+        assert_eq!(a.names(), b.names());
+        let mut packed = 0;
+        for name in a.names() {
+            if let Some(Stored::Packed { .. }) = a.stored(&name) {
+                let [one, other] = [&a, &b].map(|file| file.read_packed(&name).unwrap());
+                assert_eq!((one.codes, one.scales, one.global), (other.codes, other.scales, other.global), "{name}");
+                packed += 1;
+            } else {
+                assert_eq!(a.read_dense(&name).unwrap(), b.read_dense(&name).unwrap(), "{name}");
+            }
+        }
+        assert!(packed > 10, "{packed}");
+        assert_eq!(answer(d, format), answer(d, &several));
     }
 }
 

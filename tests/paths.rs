@@ -2,12 +2,14 @@
 //! session has read before. With quantized activations, too, where a scale over all rows would let others change it.
 
 use crate::support::{
-    Cpu,
+    Cpu, Cube,
     files::{F32, demo_file, ok, tiny_model_with_spread},
     golden,
     http::Server,
+    on_gpu,
 };
-use backend_nvfp4::{CacheFormat, LinearSpec, MasterKind, Nvfp4Parts, Recipe};
+use backend_nvfp4::{CacheFormat, LinearSpec, MasterKind, Nvfp4Kernels, Nvfp4Parts, Recipe};
+use burn_cubecl::CubeRuntime;
 use model_qwen3::{
     config::Qwen3Config,
     container::Container,
@@ -22,20 +24,20 @@ use std::{ops::ControlFlow, path::Path, thread};
 
 type Request = (Vec<u32>, GenerateOptions);
 
-fn load(folder: &Path, spec: LinearSpec, purpose: Purpose) -> Qwen3<Cpu> {
+fn load<B: Nvfp4Kernels>(folder: &Path, spec: LinearSpec, purpose: Purpose) -> Qwen3<B> {
     let config = Qwen3Config::from_file(&folder.join("config.json")).unwrap();
     weights::load(&Container::open(folder).unwrap(), &config, spec, purpose, &Default::default()).unwrap()
 }
 
-fn alone(model: &Qwen3<Cpu>, (prompt, options): &Request) -> Generation {
+fn alone<B: Nvfp4Kernels>(model: &Qwen3<B>, (prompt, options): &Request) -> Generation {
     generate(model, prompt, options, |_| ControlFlow::Continue(())).unwrap()
 }
 
 /// Answers requests together. One more joins at each step.
-fn together(model: &Qwen3<Cpu>, requests: &[Request]) -> Vec<Generation> {
+fn together<B: Nvfp4Kernels>(model: &Qwen3<B>, requests: &[Request]) -> Vec<Generation> {
     let pool = model.pool(requests.len() * 800).unwrap();
     let mut sessions: Vec<_> = requests.iter().map(|_| Session::of_pool(model, &pool, &[], 800).unwrap()).collect();
-    let begin = |(session, (prompt, options)): (&mut Session<'_, Cpu>, &Request)| {
+    let begin = |(session, (prompt, options)): (&mut Session<'_, B>, &Request)| {
         Answering::new(session, prompt, options).unwrap()
     };
     let mut answers: Vec<_> = sessions.iter_mut().zip(requests).map(begin).collect();
@@ -76,7 +78,7 @@ fn neighbors_do_not_change_an_answer() {
     ] {
         // Masters are quantized by each forward, the head too.
         let spec = LinearSpec::new(recipe, F32.scaling, F32.precision);
-        let model = load(&folder, spec, Purpose::Train(MasterKind::F32)).with_cache_format(format);
+        let model = load::<Cpu>(&folder, spec, Purpose::Train(MasterKind::F32)).with_cache_format(format);
         for (i, (found, request)) in together(&model, &requests).iter().zip(&requests).enumerate() {
             let expected = alone(&model, request);
             assert_eq!(found.ids, expected.ids, "request {i} of {recipe:?}");
@@ -160,7 +162,7 @@ fn served_neighbors_do_not_change_an_answer_with_quantized_activations() {
 /// Pages that later sessions may use are not overwritten: a session that forgets them takes others.
 #[test]
 fn a_session_that_has_shared_its_pages_reads_anew() {
-    let model = load(&golden("hf-qwen3/tiny-tied"), F32, Purpose::Infer);
+    let model = load::<Cpu>(&golden("hf-qwen3/tiny-tied"), F32, Purpose::Infer);
     let ids: Vec<u32> = (0..40).map(|i| (i * 37 + 5) % 300).collect();
     let expected = Session::new(&model, 48).unwrap().read(&ids).unwrap();
     let pool = model.pool(48).unwrap();
@@ -188,7 +190,7 @@ fn a_session_that_has_shared_its_pages_reads_anew() {
 /// they do with what a session has read behind an answer.
 #[test]
 fn other_sessions_get_what_was_read_as_a_prompt() {
-    let model = load(&golden("hf-qwen3/tiny-tied"), F32, Purpose::Infer);
+    let model = load::<Cpu>(&golden("hf-qwen3/tiny-tied"), F32, Purpose::Infer);
     let ids: Vec<u32> = (0..60).map(|i| (i * 37 + 5) % 300).collect();
     let pool = model.pool(256).unwrap();
     let cached = |prompt: &[u32]| Session::of_pool(&model, &pool, prompt, 64).unwrap().tokens();
@@ -222,15 +224,27 @@ fn greedy(max_tokens: usize) -> GenerateOptions {
     GenerateOptions { max_tokens, sampling: Sampling::GREEDY, stop_ids: vec![], logprobs: None }
 }
 
-/// In f32 with an f32 cache, the tokens of Hugging Face come out of every path.
 #[test]
-fn every_path_gives_the_answer_of_hugging_face() {
+fn every_path_gives_the_answer_of_hugging_face_on_the_cpu() {
+    every_path::<Cpu>();
+}
+
+#[test]
+fn every_path_gives_the_answer_of_hugging_face_on_the_gpu() {
+    fn on_cube<R: CubeRuntime>() {
+        every_path::<Cube<R>>();
+    }
+    on_gpu!(on_cube);
+}
+
+/// In f32 with an f32 cache, the tokens of Hugging Face come out of every path.
+fn every_path<B: Nvfp4Kernels>() {
     for fixture in FIXTURES {
         let (prompt, expected) = expected_answer(fixture);
-        let model = load(&golden(&format!("hf-qwen3/{fixture}")), F32, Purpose::Infer);
+        let model = load::<B>(&golden(&format!("hf-qwen3/{fixture}")), F32, Purpose::Infer);
         let options = greedy(expected.len());
         let request = (prompt.clone(), options.clone());
-        let answer = |session: &mut Session<'_, Cpu>| {
+        let answer = |session: &mut Session<'_, B>| {
             session.answer(&prompt, &options, |_| ControlFlow::Continue(())).unwrap().ids
         };
         assert_eq!(alone(&model, &request).ids, expected, "{fixture}: in one piece");
