@@ -5,7 +5,7 @@
 
 MODEL is what `convert` takes; with NVFP4 weights, the nvfp4 file must keep them. Every weight of each file is compared. Then
 llama.cpp (by xllamacpp) and train-cli answer PROMPT with their most likely tokens. With ENCODINGS.json
-(tests/golden/tokenizer/encodings.json, for a MODEL with the tokenizer of Qwen3) llama.cpp splits its texts into tokens.
+(tests/golden/tokenizer/encodings.json, for a MODEL with the tokenizer of Qwen3) llama.cpp splits its texts into tokens. The exit code is 1 if anything differs.
 """
 import json
 import pathlib
@@ -22,6 +22,14 @@ program, model = sys.argv[1:3]
 prompt = sys.argv[3] if len(sys.argv) > 3 else "Who are you?"
 folder = pathlib.Path(tempfile.mkdtemp())
 Q = gguf.GGMLQuantizationType
+
+
+different_things = []
+
+
+def differs(what):
+    print("DIFFERENT", what)
+    different_things.append(what)
 
 
 def run(*words):
@@ -67,7 +75,7 @@ for dtype in ["f32", "f16", "bf16", "q8-0", "nvfp4"]:
                 expected = gguf.quants.dequantize(gguf.quants.quantize(expected, Q.BF16), Q.BF16).reshape(expected.shape)
             same = numpy.array_equal(found, expected)
         if not same and not (tensor.tensor_type == Q.NVFP4 and "nvfp4" not in run("inspect", model).lower()):
-            print("DIFFERENT", dtype, name, tensor.tensor_type.name)
+            differs(f"{dtype} {name} {tensor.tensor_type.name}")
     print(f"{dtype}: {kinds}, {path.stat().st_size} bytes, {len(reader.fields)} keys")
 
 import xllamacpp
@@ -81,7 +89,9 @@ for dtype in ["f32", "bf16", "f16", "q8-0", "nvfp4"]:
     server = xllamacpp.Server(params)
     reply = server.handle_chat_completions({"messages": [{"role": "user", "content": prompt}], "temperature": 0, "max_tokens": 48})
     text = reply["choices"][0]["message"]["content"].strip()
-    print(f"llama.cpp {dtype}: {'equal' if text == answer else 'DIFFERENT'} {text!r}")
+    if text != answer:
+        differs(f"answer of llama.cpp with {dtype}")
+    print(f"llama.cpp {dtype}: {text!r}")
     del server
 
 if len(sys.argv) > 4:
@@ -94,4 +104,8 @@ if len(sys.argv) > 4:
         request = urllib.request.Request(server.listening_address + "/tokenize", question, {"Content-Type": "application/json"})
         text["found"] = json.load(urllib.request.urlopen(request))["tokens"]
     different = [text["text"] for text in texts if text["found"] != text["ids"]]
-    print(f"{len(texts)} texts, {len(different)} of them other tokens in llama.cpp: {different}")
+    print(f"{len(texts)} texts, {len(different)} of them other tokens in llama.cpp")
+    for text in different:
+        differs(f"tokens of {text!r}")
+
+sys.exit(1 if different_things else 0)

@@ -1,5 +1,6 @@
 //! What the files of a run folder say about a run, in words, in a table and as a curve. A run writes it into its folder when
-//! it ends, however it ends: `summary.md` and `loss.svg`. `runs` shows and compares the summaries of several runs.
+//! it ends, also with an error or after a signal: `summary.md` and `loss.svg`. `runs` shows and compares the summaries of
+//! several runs.
 
 use super::{
     checkpoint::{self, CONFIG, FINAL},
