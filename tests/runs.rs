@@ -112,8 +112,8 @@ fn a_run_that_is_stopped_is_summarized_too() {
             assert_eq!((drawn(&r), events_of(&r)), (steps, steps));
             let resumed = machine.fit(&["--resume-from-checkpoint", "--report-to", "tensorboard"], Fault::Nothing);
             assert!(resumed.status.success());
-            assert_eq!(row(&fs::read_to_string(r.join("summary.md")).unwrap(), "state"), ["complete, 4 steps"]);
-            assert_eq!((drawn(&r), events_of(&r)), (4, 4));
+            assert_eq!(row(&fs::read_to_string(r.join("summary.md")).unwrap(), "state"), ["complete, 6 steps"]);
+            assert_eq!((drawn(&r), events_of(&r)), (6, 6));
             return;
         }
     }
