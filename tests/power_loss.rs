@@ -1,5 +1,5 @@
 //! The power fails while a run writes. What was not synced is then lost, or arrives in part, or arrives while the name of its
-//! file does not; all of it has one fate, or each file and folder its own. Whatever is left on the disk, each checkpoint and each output is the old one or the new one, a checkpoint
+//! file does not. All files and folders have the same fate, or each has its own. Whatever is left on the disk, each checkpoint and each output is the old one or the new one, a checkpoint
 //! after which the run has gone on is not lost, and the same command with `--resume-from-checkpoint` ends with the bits of a
 //! run without a power failure.
 //!

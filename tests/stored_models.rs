@@ -1,7 +1,7 @@
 //! One way in: every command that takes a model takes a Hugging Face folder, a file, a run folder and a checkpoint. A model runs
 //! as it was trained, whatever names it, because its training is recorded; a checkpoint answers as its export does.
 
-use crate::support::files::{demo_file, ok, run, tiny_model_with_spread};
+use crate::support::files::{demo_file, ok, refused, run, tiny_model_with_spread};
 use model_qwen3::{
     container::Container,
     tensors::{Stored, Tensors},
@@ -100,6 +100,22 @@ fn every_command_takes_every_form_of_a_model() {
             assert!(!out.status.success() && said.contains(text), "{command:?} {model}: {said}");
         }
     }
+}
+
+/// Only config.json says which of a model's blocks are its last ones, which stay dense. A file without it can be converted to
+/// what does not depend on them.
+#[test]
+fn a_lone_file_with_dense_blocks_is_converted() {
+    let dir = tempfile::tempdir().unwrap();
+    let d = dir.path();
+    tiny_model_with_spread(&d.join("m"), true, 0.3);
+    fit(d, &["-o", "r", "--recipe", "nvfp4", "--bf16-last-blocks", "1"]);
+    fs::create_dir(d.join("lone")).unwrap();
+    ok(d, &["export-dat", "-m", "r", "--output-dat", "lone/x.dat", "--device", "cpu"]);
+    ok(d, &["convert", "lone/x.dat", "x.safetensors", "--dtype", "f32"]);
+    ok(d, &["convert", "lone/x.dat", "x.gguf", "--dtype", "q8-0", "--tokenizer", "m"]);
+    let said = refused(d, &["convert", "lone/x.dat", "y.dat", "--dtype", "nvfp4"], 2);
+    assert!(said.contains("lone/config.json: the last blocks of this model stay unquantized"), "{said}");
 }
 
 /// A copy in floats gets the codes again that training gave to the weights, whatever shares its scales.

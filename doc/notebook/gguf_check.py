@@ -5,7 +5,8 @@
 
 MODEL is what `convert` takes; with NVFP4 weights, the nvfp4 file must keep them. Every weight of each file is compared. Then
 llama.cpp (by xllamacpp) and train-cli answer PROMPT with their most likely tokens. With ENCODINGS.json
-(tests/golden/tokenizer/encodings.json, for a MODEL with the tokenizer of Qwen3) llama.cpp splits its texts into tokens. The exit code is 1 if anything differs.
+(tests/golden/tokenizer/encodings.json, for a MODEL with the tokenizer of Qwen3) llama.cpp splits its texts into tokens.
+The exit code is 1 if anything differs.
 """
 import json
 import pathlib
@@ -22,8 +23,6 @@ program, model = sys.argv[1:3]
 prompt = sys.argv[3] if len(sys.argv) > 3 else "Who are you?"
 folder = pathlib.Path(tempfile.mkdtemp())
 Q = gguf.GGMLQuantizationType
-
-
 different_things = []
 
 

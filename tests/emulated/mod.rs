@@ -131,7 +131,7 @@ fn on_a_card(check: impl FnOnce(&Gpu)) {
 
 #[test]
 fn a_card_multiplies_500_random_shapes_by_mma_sync() {
-    on_a_card(|gpu| gemm::random(&gemm::forms(gpu), 500).for_each(|case| gemm::expect(gpu, &case)));
+    on_a_card(|gpu| gemm::random(&gemm::forms(gpu), 500).iter().for_each(|case| gemm::expect(gpu, case)));
 }
 
 #[test]
@@ -140,7 +140,7 @@ fn a_card_multiplies_500_random_shapes_on_hopper() {
         if gpu.arch != 90 {
             return lacks(Feature::Hopper);
         }
-        gemm::random(&hopper::forms(), 500).for_each(|case| hopper::expect(gpu, &case));
+        gemm::random(&hopper::forms(), 500).iter().for_each(|case| hopper::expect(gpu, case));
     });
 }
 

@@ -2,6 +2,7 @@
 //! help states them.
 
 use backend_nvfp4::Precision;
+use model_qwen3::bytes::FloatType;
 
 /// The bound if only one of two models is rounded to NVFP4. Two unrelated models differ by 1.4.
 pub const NVFP4: f64 = 0.5;
@@ -14,5 +15,21 @@ pub fn hidden(precision: Precision, blocks: usize) -> f64 {
         Precision::Tf32 | Precision::F16 => 10.0 * 2.0f64.powi(-11),
         Precision::Bf16 => 10.0 * 2.0f64.powi(-8),
     };
+    grown(three, blocks)
+}
+
+/// The bound for two models of so many blocks of which one stores a weight as this float, and the other one in a more precise type:
+/// three roundings of the weights. Tests see less than one in a model of three blocks.
+pub fn stored(float: FloatType, blocks: usize) -> f64 {
+    let three = match float {
+        FloatType::F32 => 0.0,
+        FloatType::F16 => 3.0 * 2.0f64.powi(-11),
+        FloatType::Bf16 => 3.0 * 2.0f64.powi(-8),
+    };
+    grown(three, blocks)
+}
+
+/// What a bound for three blocks is for so many.
+fn grown(three: f64, blocks: usize) -> f64 {
     three * (blocks as f64 / 3.0).sqrt().max(1.0)
 }

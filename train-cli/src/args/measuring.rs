@@ -7,6 +7,7 @@ use crate::{
 };
 use backend_nvfp4::{CacheFormat, Precision, Recipe};
 use clap::{Args, Subcommand, ValueEnum, builder::NonEmptyStringValueParser};
+use model_qwen3::bytes::FloatType;
 use std::path::PathBuf;
 
 /// What `eval` measures.
@@ -156,11 +157,13 @@ fn tolerance_help() -> String {
     format!(
         "The embedding, each block, the final norm and the logits pass if their relative difference is at most this \
          [default: {} in f32, {:.2} in bf16, {:.3} in f16 and TF32, and more for a model \
-         of more than three blocks; as much in f32 if one model stores a weight in f16 or bf16 and the other one in another type; {} if only one of the two models has weights rounded to 4 bits (dequantized NVFP4 weights count as rounded), or \
+         of more than three blocks; at least {:.4} if a weight is stored in f16 in only one of the two models, and {:.3} for bf16; {} if only one of the two models has weights rounded to 4 bits (dequantized NVFP4 weights count as rounded), or \
          only one has 4-bit activations]",
         of(Precision::F32),
         of(Precision::Bf16),
         of(Precision::F16),
+        tolerance::stored(FloatType::F16, 3),
+        tolerance::stored(FloatType::Bf16, 3),
         tolerance::NVFP4,
     )
 }

@@ -3,8 +3,8 @@
 //! kernels, and rustyline the history of `chat`.)
 //!
 //! A file appears under its name complete or not at all: it is written under a temporary name beside it, synced and
-//! renamed, and its folder is synced. A folder of files appears the same way, and a checkpoint disappears so. It ends with `manifest.json`, which is
-//! written last and lists size and SHA-256 of every other file.
+//! renamed, and its folder is synced. A folder of files appears the same way. It ends with `manifest.json`, which is
+//! written last and lists size and SHA-256 of every other file. A checkpoint that is deleted gets a temporary name first.
 //!
 //! | file | what it holds |
 //! |---|---|

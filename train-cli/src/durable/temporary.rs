@@ -1,4 +1,5 @@
-//! Temporary names. A process writes under one and holds a lock on what it writes, so that others know whether it lives.
+//! Temporary names. A process writes under one and holds a lock on what it writes, so that others know whether it lives. A folder
+//! that is removed has one until all of it is gone.
 
 use super::disk::{is_at, parent, remove, rename};
 use crate::CliError;
@@ -53,7 +54,7 @@ pub fn remove_unless_held(path: &Path) -> Result<(), CliError> {
     }
 }
 
-/// Removes a folder, which is there as a whole or not at all: it gets a temporary name first.
+/// Removes a folder. It gets a temporary name first, so that a process that is killed meanwhile leaves no part of it under its own.
 ///
 /// # Errors
 /// If the system fails. What is then left has the temporary name, or is the whole folder.

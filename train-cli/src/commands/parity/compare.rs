@@ -137,9 +137,11 @@ impl Job for Compare<'_> {
         };
         let ((left, a), (right, b)) = (computed(self.left)?, computed(self.right)?);
         let blocks = self.left.stored.config.num_hidden_layers;
-        let stored = stored_apart(&self.left.stored, &self.right.stored);
-        let bounds = [Some(precision), stored].into_iter().flatten().map(|p| tolerance::hidden(p, blocks));
-        let rounding = if a == b { bounds.fold(0.0, f64::max) } else { tolerance::NVFP4 };
+        let rounding = if a == b {
+            tolerance::hidden(precision, blocks).max(stored_apart(&self.left.stored, &self.right.stored, blocks))
+        } else {
+            tolerance::NVFP4
+        };
         let limit = self.args.tolerance.unwrap_or(rounding);
         let layers: Vec<ComparedValues> = left
             .iter()
@@ -159,20 +161,15 @@ impl Job for Compare<'_> {
     }
 }
 
-/// The least precise of the float types in which one of two models stores weights that the other one stores in another type.
-fn stored_apart(left: &StoredModel, right: &StoredModel) -> Option<Precision> {
+/// The largest bound of a weight that two models store in different float types, or 0 if there is none.
+fn stored_apart(left: &StoredModel, right: &StoredModel, blocks: usize) -> f64 {
     let float = |stored: &StoredModel, name: &str| match stored.with_tensors(|tensors| tensors.stored(name)) {
         Some(Stored::Dense { float, .. }) => Some(float),
         _ => None,
     };
     let names = left.with_tensors(|tensors| tensors.names());
-    let apart = names.iter().filter_map(|name| Some([float(left, name)?, float(right, name)?])).filter(|[a, b]| a != b);
-    let precisions = apart.flatten().filter_map(|float| match float {
-        FloatType::F32 => None,
-        FloatType::F16 => Some(Precision::F16),
-        FloatType::Bf16 => Some(Precision::Bf16),
-    });
-    precisions.max_by(|a, b| tolerance::hidden(*a, 1).total_cmp(&tolerance::hidden(*b, 1)))
+    let both = names.iter().filter_map(|name| Some([float(left, name)?, float(right, name)?]));
+    both.filter(|[a, b]| a != b).flatten().map(|float| tolerance::stored(float, blocks)).fold(0.0, f64::max)
 }
 
 /// What a model computes for a prompt, layer by layer: all tokens, and the logits of the last one.
