@@ -7,6 +7,7 @@ use crate::support::{
     golden,
     http::Server,
     on_gpu,
+    scripted::numbers_tokenizer,
 };
 use backend_nvfp4::{CacheFormat, LinearSpec, MasterKind, Nvfp4Kernels, Nvfp4Parts, Recipe};
 use burn_cubecl::CubeRuntime;
@@ -287,19 +288,6 @@ fn every_path<B: Nvfp4Kernels>() {
             ids.push(*next);
         }
     }
-}
-
-/// A tokenizer whose texts spell the ids: `<7><12>`.
-fn numbers_tokenizer(vocabulary: usize) -> Value {
-    let vocab: serde_json::Map<String, Value> = (0..vocabulary).map(|id| (format!("<{id}>"), id.into())).collect();
-    json!({
-        "version": "1.0", "truncation": null, "padding": null, "added_tokens": [], "normalizer": null,
-        "pre_tokenizer": {"type": "Split", "pattern": {"Regex": "<[0-9]+>"}, "behavior": "Isolated", "invert": false},
-        "post_processor": null,
-        "decoder": {"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": false, "use_regex": false},
-        // A number is a token by itself; nothing is merged.
-        "model": {"type": "BPE", "vocab": vocab, "merges": [], "ignore_merges": true, "unk_token": "<0>"},
-    })
 }
 
 #[test]

@@ -5,6 +5,7 @@
 //! `/health` needs it.
 
 use super::{
+    callers::{Callers, MOST_CONNECTIONS},
     ending::Ending,
     engine::{Engine, Question},
     metrics::Metrics,
@@ -19,6 +20,7 @@ use crate::{
 };
 use axum::{
     Router,
+    body::HttpBody,
     extract::{Request, State},
     http::{StatusCode, header},
     middleware::{self, Next},
@@ -31,16 +33,12 @@ use hyper_util::{
     service::TowerToHyperService,
 };
 use std::{
-    collections::VecDeque,
     net::{IpAddr, SocketAddr, TcpListener},
-    sync::{
-        Arc, Weak,
-        atomic::{AtomicBool, Ordering},
-    },
+    sync::Arc,
     time::Duration,
 };
 use subtle::ConstantTimeEq;
-use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore, mpsc};
+use tokio::sync::{Semaphore, mpsc};
 
 /// Questions that wait, at most.
 const LONGEST_QUEUE: usize = 64;
@@ -54,8 +52,6 @@ const PAUSE: Duration = Duration::from_millis(200);
 const HEAD_TIME: Duration = Duration::from_secs(10);
 /// Most bytes of the head of a request.
 const LONGEST_HEAD: usize = 16 << 10;
-/// Most connections at once.
-const MOST_CONNECTIONS: usize = 512;
 /// How long answers may take that are being made when the server is asked to end.
 const LAST_ANSWERS: Duration = Duration::from_secs(30);
 /// How often the listener looks whether it shall end.
@@ -167,7 +163,7 @@ async fn accept(
     let open = GracefulShutdown::new();
     let mut server = http1::Builder::new();
     server.timer(TokioTimer::new()).header_read_timeout(HEAD_TIME).max_buf_size(LONGEST_HEAD);
-    let (mut look, mut silent) = (tokio::time::interval(LOOK), Silent::default());
+    let (mut look, mut callers) = (tokio::time::interval(LOOK), Callers::default());
     let signal = loop {
         let stream = tokio::select! {
             _ = look.tick() => match signal() {
@@ -184,13 +180,18 @@ async fn accept(
             },
         };
         // Where no place is free, the oldest connection without a question makes room.
-        let Some(place) = silent.place(&places).await else { continue };
-        let asked = silent.add();
+        let Some(place) = callers.place(&places).await else { continue };
+        let caller = callers.add();
         // Each token is sent when it is made. A connection that cannot be set so works all the same.
         let _ = stream.set_nodelay(true);
-        let heard = asked.clone();
-        let router = router.clone().layer(middleware::from_fn(move |request: Request, next: Next| {
-            heard.asks.store(true, Ordering::Relaxed);
+        let heard = caller.clone();
+        let router = router.clone().layer(middleware::from_fn(move |mut request: Request, next: Next| {
+            if request.body().is_end_stream() {
+                heard.has_asked();
+            } else {
+                // Whoever reads the body says when it has arrived.
+                request.extensions_mut().insert(heard.clone());
+            }
             next.run(request)
         }));
         let connection = server.serve_connection(TokioIo::new(stream), TowerToHyperService::new(router));
@@ -199,7 +200,7 @@ async fn accept(
             tokio::select! {
                 // What fails here is the client's network.
                 _ = tokio::time::timeout(LONGEST_CONNECTION, connection) => {}
-                () = asked.leave.notified() => {}
+                () = caller.must_leave() => {}
             }
             drop(place);
         });
@@ -209,44 +210,6 @@ async fn accept(
     let last = if ending.unfinished() > 0 { "; the last answers are being made" } else { "" };
     report::line(format!("{signal}: no more questions are taken{last}"));
     Ok(ending.after(open.shutdown(), limit).await)
-}
-
-/// A connection that may have asked nothing yet.
-#[derive(Debug, Default)]
-struct Caller {
-    /// Whether the head of a request has arrived.
-    asks: AtomicBool,
-    /// Tells it to close.
-    leave: Notify,
-}
-
-/// The connections that have asked nothing yet, the oldest first: a client that sends heads slowly or not at all must not keep
-/// others out.
-#[derive(Debug, Default)]
-struct Silent(VecDeque<Weak<Caller>>);
-
-impl Silent {
-    fn add(&mut self) -> Arc<Caller> {
-        // Those that have asked, or are closed, are forgotten before the list grows beyond all connections.
-        if self.0.len() >= 2 * MOST_CONNECTIONS {
-            self.0.retain(|caller| caller.upgrade().is_some_and(|caller| !caller.asks.load(Ordering::Relaxed)));
-        }
-        let caller = Arc::new(Caller::default());
-        self.0.push_back(Arc::downgrade(&caller));
-        caller
-    }
-
-    /// A place for a connection. If all are taken, the oldest connection that has asked nothing is closed for it. None if all
-    /// have asked: then the new one is too many.
-    async fn place(&mut self, places: &Arc<Semaphore>) -> Option<OwnedSemaphorePermit> {
-        if let Ok(place) = places.clone().try_acquire_owned() {
-            return Some(place);
-        }
-        let silent = |caller: &Arc<Caller>| !caller.asks.load(Ordering::Relaxed);
-        let oldest = std::iter::from_fn(|| self.0.pop_front()).find_map(|caller| caller.upgrade().filter(silent))?;
-        oldest.leave.notify_one();
-        tokio::time::timeout(PAUSE, places.clone().acquire_owned()).await.ok()?.ok()
-    }
 }
 
 /// Who may ask.
@@ -322,6 +285,7 @@ mod tests {
         io::{Read, Write},
         net::TcpStream,
         path::Path,
+        sync::atomic::{AtomicBool, Ordering},
     };
 
     /// How long last answers may take here.

@@ -3,6 +3,7 @@
 //! | module | what it holds |
 //! |---|---|
 //! | `http` | the listener: who may connect, its limits, how it stops |
+//! | `callers` | the open connections, and which of them must make room for others |
 //! | `ending` | the last answers, and what clients are told whose answers are cut |
 //! | `routes` | one function for each address |
 //! | `request`, `json_fields` | the JSON of a question, checked field by field |
@@ -15,6 +16,7 @@
 //! HTTP runs on threads of its own. A question goes through a queue to the engine, and the answer comes back piece by piece
 //! through a channel. If the client disconnects, the channel is dropped, and the engine ends the answer.
 
+mod callers;
 mod ending;
 mod engine;
 mod http;

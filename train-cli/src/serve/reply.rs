@@ -4,7 +4,10 @@ use super::{
     logprobs::{self, Place},
     request::Request,
 };
-use crate::talk::answer::{Answer, LENGTH};
+use crate::talk::{
+    answer::{Answer, LENGTH},
+    stop_text::StopText,
+};
 use model_qwen3::{json, sampling::Logprobs, session::Generation, tokenizer::Tokenizer};
 use serde_json::{Value, json};
 
@@ -67,7 +70,8 @@ impl Reply {
         (self.interface == Interface::Chat).then(|| self.chunk(index, delta, Value::Null, Value::Null))
     }
 
-    /// A piece with text and its tokens, if log probabilities are wanted. `sent` says what the pieces before it held.
+    /// A piece with text and its tokens, if log probabilities are wanted. `sent` says what the pieces before it held. Text that
+    /// could belong to a call of a tool is held back, so that a piece may have nothing to say.
     pub(super) fn text(
         &self,
         index: usize,
@@ -75,20 +79,25 @@ impl Reply {
         tokens: &[(u32, Logprobs)],
         sent: &mut Sent,
         tokenizer: &Tokenizer,
-    ) -> Value {
+    ) -> Option<Value> {
+        let text = if self.calls_tools { sent.in_front_of_calls(text) } else { text.to_owned() };
+        if text.is_empty() && tokens.is_empty() {
+            return None;
+        }
         let delta = if self.interface == Interface::Chat { json!({"content": text}) } else { text.into() };
         let logprobs = self.logprobs_of_piece(tokens, &mut sent.place, tokenizer);
         sent.tokens += tokens.len();
-        self.chunk(index, delta, logprobs, Value::Null)
+        Some(self.chunk(index, delta, logprobs, Value::Null))
     }
 
     /// The last pieces of a choice, behind those of `sent`.
     pub(super) fn closing(&self, index: usize, answer: &Answer, sent: &mut Sent, tokenizer: &Tokenizer) -> Vec<Value> {
         let (content, calls) = self.content_and_calls(index, &answer.text);
         let mut pieces = Vec::new();
-        if self.calls_tools {
-            // Only now it is certain what belongs to a call.
-            let mut delta = json!({"content": content});
+        // Only now it is certain what belongs to a call.
+        let rest = content.as_str().filter(|_| self.calls_tools).map_or("", |content| &content[sent.bytes..]);
+        if !rest.is_empty() || calls.is_some() {
+            let mut delta = json!({"content": Some(rest).filter(|rest| !rest.is_empty())});
             if let Some(Value::Array(mut calls)) = calls.clone() {
                 calls.iter_mut().enumerate().for_each(|(i, call)| call["index"] = i.into());
                 delta["tool_calls"] = calls.into();
@@ -128,8 +137,7 @@ impl Reply {
         if !self.calls_tools {
             return (text.into(), None);
         }
-        // A thought may speak of calls.
-        let thought = text.rfind(THOUGHT_END).map_or(0, |at| at + THOUGHT_END.len());
+        let thought = end_of_thought(text);
         let mut content = text[..thought].to_owned();
         let mut parts = text[thought..].split(CALL[0]);
         content += parts.next().unwrap_or_default();
@@ -162,11 +170,35 @@ impl Reply {
     }
 }
 
-/// What the pieces of a choice have held so far: tokens with log probabilities, and their text.
+/// What the pieces of a choice have held so far.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Sent {
+    /// Tokens with log probabilities, and their text.
     tokens: usize,
     place: Place,
+    /// The text of the answer so far, if the request has tools.
+    heard: String,
+    /// Bytes of that text that were sent.
+    bytes: usize,
+}
+
+impl Sent {
+    /// Hears more text. Returns what was not sent yet, up to where a call of a tool begins or could begin, without white space in
+    /// front of that. Each such text is also the next part of what [`Reply::content_and_calls`] finds in the complete answer.
+    fn in_front_of_calls(&mut self, piece: &str) -> String {
+        self.heard += piece;
+        let thought = end_of_thought(&self.heard);
+        let (certain, _) = StopText::new(&[CALL[0].to_owned()]).push(&self.heard[thought..]);
+        let end = self.heard[..thought + certain.len()].trim_end().len().max(self.bytes);
+        let text = self.heard[self.bytes..end].to_owned();
+        self.bytes = end;
+        text
+    }
+}
+
+/// Where the thought of an answer ends, which may speak of calls of tools.
+fn end_of_thought(text: &str) -> usize {
+    text.rfind(THOUGHT_END).map_or(0, |at| at + THOUGHT_END.len())
 }
 
 /// The tokens of an answer with their log probabilities, without the first `sent`.
@@ -210,7 +242,7 @@ fn usage(answers: &[&Answer], request: &Request) -> Value {
 mod tests {
     use super::*;
     use model_qwen3::session::StopReason;
-    use std::path::Path;
+    use std::path::{Path, PathBuf};
 
     fn reply(calls_tools: bool) -> Reply {
         let (id, model) = ("x".to_owned(), "m".to_owned());
@@ -219,6 +251,22 @@ mod tests {
 
     const CALLS: &str = "Wait.\n<tool_call>\n{\"name\": \"add\", \"arguments\": {\"a\": 1}}\n</tool_call>\n<tool_call>{\"name\": \
                          \"now\"}</tool_call>";
+
+    fn demo_tokenizer() -> PathBuf {
+        Path::new(env!("CARGO_MANIFEST_DIR")).join("assets/demo/tokenizer.json")
+    }
+
+    fn answer_of(text: &str) -> Answer {
+        Answer {
+            generation: Generation { ids: vec![], stop: StopReason::StopToken(511), logprobs: vec![] },
+            text: text.into(),
+            prompt_tokens: 1,
+            cached_tokens: 0,
+            ended_by_text: false,
+            seconds_to_first_token: 0.0,
+            seconds: 0.0,
+        }
+    }
 
     fn calls() -> Value {
         let call = |id: &str, name: &str, arguments: &str| {
@@ -246,17 +294,8 @@ mod tests {
 
     #[test]
     fn calls_stand_in_the_last_pieces_of_a_stream() {
-        let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("assets/demo/tokenizer.json");
-        let tokenizer = Tokenizer::from_file(&path).unwrap();
-        let answer = Answer {
-            generation: Generation { ids: vec![], stop: StopReason::StopToken(511), logprobs: vec![] },
-            text: CALLS.into(),
-            prompt_tokens: 1,
-            cached_tokens: 0,
-            ended_by_text: false,
-            seconds_to_first_token: 0.0,
-            seconds: 0.0,
-        };
+        let tokenizer = Tokenizer::from_file(&demo_tokenizer()).unwrap();
+        let answer = answer_of(CALLS);
         let pieces = reply(true).closing(2, &answer, &mut Sent::default(), &tokenizer);
         let [first, last] = &pieces[..] else { panic!("{pieces:?}") };
         let mut expected = calls();
@@ -266,5 +305,42 @@ mod tests {
         assert_eq!(last["choices"][0]["finish_reason"], "tool_calls");
         let pieces = reply(false).closing(2, &answer, &mut Sent::default(), &tokenizer);
         assert!(pieces.len() == 1 && pieces[0]["choices"][0]["finish_reason"] == "stop", "{pieces:?}");
+    }
+
+    /// However an answer is cut into pieces, the text that is streamed and the text of the whole reply are the same, and text in
+    /// front of a call does not wait for the call.
+    #[test]
+    fn text_is_streamed_up_to_a_call() {
+        let tokenizer = Tokenizer::from_file(&demo_tokenizer()).unwrap();
+        for (text, at_once) in [
+            (CALLS, "Wait."),
+            ("no call", "no call"),
+            ("a < b, <tool box> ", "a < b, <tool box>"),
+            ("Hello.\n\n<tool_call>{\"name\": now}</tool_call> ", "Hello."),
+            ("<think>\n<tool_call>{\"name\": \"now\"}</tool_call>\n</think>\n\nNo.", "<think>"),
+            ("A <tool_call>{\"name\": \"now\"}</tool_call> B \n", "A"),
+            ("你好<tool_call>{\"name\": \"now\"}</tool_call>", "你好"),
+        ] {
+            let whole = reply(true).content_and_calls(2, text);
+            let characters: Vec<String> = text.chars().map(String::from).collect();
+            for length in 1..=characters.len() {
+                let (mut sent, mut streamed) = (Sent::default(), String::new());
+                for piece in characters.chunks(length) {
+                    let piece = reply(true).text(2, &piece.concat(), &[], &mut sent, &tokenizer);
+                    streamed += piece.map_or(String::new(), |piece| content(&piece)).as_str();
+                }
+                assert!(streamed.starts_with(at_once), "{text}: {streamed}");
+                let pieces = reply(true).closing(2, &answer_of(text), &mut sent, &tokenizer);
+                streamed.extend(pieces.iter().map(content));
+                assert_eq!(streamed, whole.0.as_str().unwrap_or_default(), "{text} in pieces of {length}");
+                let called = pieces.iter().any(|piece| piece["choices"][0]["delta"]["tool_calls"].is_array());
+                assert_eq!(called, whole.1.is_some(), "{text}");
+            }
+        }
+    }
+
+    /// The text of a piece.
+    fn content(piece: &Value) -> String {
+        piece["choices"][0]["delta"]["content"].as_str().unwrap_or_default().to_owned()
     }
 }

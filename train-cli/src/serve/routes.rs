@@ -1,6 +1,7 @@
 //! One function for each address.
 
 use super::{
+    callers::Caller,
     ending::{Ending, Unfinished},
     engine::{Piece, Question},
     metrics::Metrics,
@@ -12,7 +13,7 @@ use crate::{CliError, model_files::TextFiles, report, talk::answer::Answer};
 use axum::{
     Json, Router,
     body::{Body, HttpBody},
-    extract::{Path, State, rejection::PathRejection},
+    extract::{self, Path, State, rejection::PathRejection},
     http::{HeaderMap, StatusCode, header},
     response::{
         Html, IntoResponse, Response,
@@ -143,18 +144,22 @@ async fn wrong_method() -> Refusal {
     Refusal::new(StatusCode::METHOD_NOT_ALLOWED, "this address does not take the method")
 }
 
-async fn chat(State(app): State<Arc<App>>, headers: HeaderMap, body: Body) -> Result<Response, Refusal> {
-    answer(app, Interface::Chat, &headers, body).await
+async fn chat(State(app): State<Arc<App>>, request: extract::Request) -> Result<Response, Refusal> {
+    answer(app, Interface::Chat, request).await
 }
 
-async fn completion(State(app): State<Arc<App>>, headers: HeaderMap, body: Body) -> Result<Response, Refusal> {
-    answer(app, Interface::Completion, &headers, body).await
+async fn completion(State(app): State<Arc<App>>, request: extract::Request) -> Result<Response, Refusal> {
+    answer(app, Interface::Completion, request).await
 }
 
 /// Answers a question of either interface.
-async fn answer(app: Arc<App>, interface: Interface, headers: &HeaderMap, body: Body) -> Result<Response, Refusal> {
+async fn answer(app: Arc<App>, interface: Interface, request: extract::Request) -> Result<Response, Refusal> {
     let deadline = Instant::now() + LONGEST_TIME;
-    let body = checked_body(headers, body).await?;
+    let (head, body) = request.into_parts();
+    let body = checked_body(&head.headers, body).await?;
+    if let Some(caller) = head.extensions.get::<Arc<Caller>>() {
+        caller.has_asked();
+    }
     let parser =
         app.parsers.clone().acquire_owned().await.map_err(|e| Refusal::from(CliError::Usage(e.to_string())))?;
     let number = app.replies.fetch_add(1, Ordering::Relaxed);
@@ -366,11 +371,10 @@ impl Streaming {
 
     /// What is sent for a piece of an answer.
     fn pieces(&mut self, index: usize, piece: Piece) -> Result<Vec<Value>, Refusal> {
-        let Waiting { app, request, reply, .. } = &self.waiting;
+        let Waiting { app, reply, .. } = &self.waiting;
         match piece {
-            Piece::Text(..) if request.calls_tools => Ok(vec![]),
             Piece::Text(text, tokens) => {
-                Ok(vec![reply.text(index, &text, &tokens, &mut self.sent[index], &app.text.tokenizer)])
+                Ok(reply.text(index, &text, &tokens, &mut self.sent[index], &app.text.tokenizer).into_iter().collect())
             }
             Piece::Refused(refusal) => Err(refusal),
             Piece::Complete(answer) => {
