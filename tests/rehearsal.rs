@@ -19,11 +19,12 @@ use kernels_cubecl::{
 use model_qwen3::{
     config::Qwen3Config,
     sampling::Sampling,
-    session::{GenerateOptions, Session},
+    session::{GenerateOptions, Generation, Progress, Session},
     weights,
     write::write_safetensors,
 };
 use std::{
+    cell::Cell,
     collections::{BTreeMap, BTreeSet},
     fs,
     ops::ControlFlow,
@@ -37,7 +38,11 @@ use train_cli::{
     device::Job,
     run::stored_model::StoredModel,
     settings::DeviceChoice,
-    talk::first_answers::{Expected, FirstAnswers},
+    talk::{
+        answer::Answer,
+        batch::{Asked, Batch, Listener},
+        first_answers::{Expected, FirstAnswers},
+    },
 };
 
 /// A shape that Hopper's kernels take, with the demo's tokenizer.
@@ -117,6 +122,19 @@ fn what_is_compiled_is_not_recorded() {
     assert_eq!(recorded.iter().map(|launch| launch.key).collect::<Vec<_>>(), [left]);
 }
 
+/// Writes a model of random weights into a folder, with its text files: `model.safetensors` and, in NVFP4, `x.dat`.
+fn write_model(d: &Path) {
+    fs::write(d.join("config.json"), CONFIG).unwrap();
+    for name in ["tokenizer.json", "tokenizer_config.json", "generation_config.json"] {
+        fs::copy(demo_file(name), d.join(name)).unwrap();
+    }
+    let config = Qwen3Config::from_file(&d.join("config.json")).unwrap();
+    let model = weights::random::<Cpu>(&config, F32, MasterKind::F32, 11, &Default::default()).unwrap();
+    let out = fs::File::create(d.join("model.safetensors")).unwrap();
+    write_safetensors(&weights::Live::new(&model), out, |e| panic!("{e}")).unwrap();
+    ok(d, &["convert", "model.safetensors", "x.dat", "--dtype", "nvfp4"]);
+}
+
 /// A model that is made and answers no prompt or one.
 struct Answered<'a> {
     stored: &'a StoredModel,
@@ -153,15 +171,7 @@ impl Job for Answered<'_> {
 fn the_rehearsal_of_answers_launches_the_kernels_of_answers() {
     let dir = tempfile::tempdir().unwrap();
     let d = dir.path();
-    fs::write(d.join("config.json"), CONFIG).unwrap();
-    for name in ["tokenizer.json", "tokenizer_config.json", "generation_config.json"] {
-        fs::copy(demo_file(name), d.join(name)).unwrap();
-    }
-    let config = Qwen3Config::from_file(&d.join("config.json")).unwrap();
-    let model = weights::random::<Cpu>(&config, F32, MasterKind::F32, 11, &Default::default()).unwrap();
-    let out = fs::File::create(d.join("model.safetensors")).unwrap();
-    write_safetensors(&weights::Live::new(&model), out, |e| panic!("{e}")).unwrap();
-    ok(d, &["convert", "model.safetensors", "x.dat", "--dtype", "nvfp4"]);
+    write_model(d);
     let keys = |launches: &[Launch]| launches.iter().map(|launch| launch.key).collect::<BTreeSet<_>>();
     let count = |launches: &[Launch], part: &str| launches.iter().filter(|l| l.entry.contains(part)).count();
     // Two of its six blocks have dense weights.
@@ -207,6 +217,122 @@ fn the_rehearsal_of_answers_launches_the_kernels_of_answers() {
         let together = ahead::rehearsed(rehearsing(arch), Precision::Bf16, job).unwrap();
         let kinds = if file == "r/final" { 2 } else { 1 };
         assert_eq!(count(&together, "decoder_block"), 4 * kinds, "{file}, {}", recipe.name());
+    }
+}
+
+/// Answers to prompts of many lengths, several at once, each of which begins where there is room.
+struct ManyAnswered<'a> {
+    stored: &'a StoredModel,
+    recipe: Recipe,
+}
+
+/// Answers that are made at once.
+const TOGETHER: usize = 3;
+
+/// Hears how many answers are complete.
+struct Ended<'a>(&'a Cell<usize>);
+
+impl Listener for Ended<'_> {
+    fn hear(&mut self, _piece: &str, _generation: &Generation) {}
+
+    fn complete(self, answer: Result<Answer, CliError>) {
+        assert!(answer.is_ok(), "{:?}", answer.err());
+        self.0.set(self.0.get() + 1);
+    }
+}
+
+impl Job for ManyAnswered<'_> {
+    type Output = ();
+
+    fn run<B: Nvfp4Kernels + DeviceServices>(self, device: B::Device, precision: Precision) -> Result<(), CliError> {
+        let model = self.stored.load::<B>(self.recipe, precision, &device)?;
+        let options = GenerateOptions { max_tokens: 3, sampling: Sampling::GREEDY, stop_ids: vec![], logprobs: None };
+        let ended = Cell::new(0);
+        let mut batch = Batch::new(&model, &self.stored.text, 4096, TOGETHER)?;
+        let lengths = [20, 140, 300, 513, 7, 700, 400, 1, 129, 384, 90, 60, 260, 1000];
+        let mut waiting = lengths.iter().enumerate();
+        let mut next = waiting.next();
+        while ended.get() < lengths.len() {
+            while let Some((n, length)) = next.filter(|(_, length)| batch.has_room(**length, &options)) {
+                // No prompt begins like another.
+                let prompt = vec![n as u32; *length];
+                batch.begin(Asked { prompt, options: options.clone(), ends: vec![], listener: Ended(&ended) })?;
+                next = waiting.next();
+            }
+            batch.step()?;
+        }
+        Ok(())
+    }
+}
+
+#[test]
+fn answers_to_many_prompts_launch_the_kernels_of_the_rehearsal() {
+    let dir = tempfile::tempdir().unwrap();
+    let d = dir.path();
+    write_model(d);
+    for (recipe, arch) in [(Recipe::W4a4, 90), (Recipe::W4, 80)] {
+        let stored = StoredModel::open("--model", &d.join("x.dat"), Some(d)).unwrap();
+        let expected = Expected::unknown(TOGETHER);
+        let job = FirstAnswers { stored: &stored, recipe, cache: CacheFormat::Native, expected };
+        let rehearsed = ahead::rehearsed(rehearsing(arch), Precision::Bf16, job).unwrap();
+        let rehearsed: BTreeSet<u128> = rehearsed.iter().map(|launch| launch.key).collect();
+        let loading = Answered { stored: &stored, recipe, outline: false, prompt: None };
+        let loading = ahead::rehearsed(rehearsing(arch), Precision::Bf16, loading).unwrap();
+        let loading: BTreeSet<u128> = loading.iter().map(|launch| launch.key).collect();
+        let job = ManyAnswered { stored: &stored, recipe };
+        let answered = ahead::rehearsed(rehearsing(arch), Precision::Bf16, job).unwrap();
+        // How many units copy a part of a matrix depends on the length of the part.
+        let copies = |launch: &Launch| launch.entry.starts_with("copy_kernel");
+        let answered = answered.iter().filter(|launch| !loading.contains(&launch.key) && !copies(launch));
+        let (known, missing): (Vec<_>, Vec<_>) = answered.partition(|launch| rehearsed.contains(&launch.key));
+        let missing: Vec<&str> = missing.iter().map(|launch| launch.entry.as_str()).collect();
+        assert!(known.len() > 15, "{}", known.len());
+        assert!(missing.is_empty(), "{}, sm_{arch}: {missing:?}", recipe.name());
+    }
+}
+
+/// An answer of many tokens. Before each of them it notes the bytes that the device has reserved.
+struct LongAnswer<'a> {
+    stored: &'a StoredModel,
+    sampling: Sampling,
+    reserved: &'a Mutex<Vec<u64>>,
+}
+
+impl Job for LongAnswer<'_> {
+    type Output = ();
+
+    fn run<B: Nvfp4Kernels + DeviceServices>(self, device: B::Device, precision: Precision) -> Result<(), CliError> {
+        let model = self.stored.load::<B>(Recipe::W4a4, precision, &device)?;
+        let options = GenerateOptions { max_tokens: 300, sampling: self.sampling, stop_ids: vec![], logprobs: None };
+        let mut session = Session::new(&model, 20 + options.max_tokens)?;
+        session.answer(&[0; 20], &options, |progress| {
+            if let Progress::Token(_) = progress {
+                self.reserved.lock().unwrap().push(B::memory_in_use(&device).unwrap().reserved);
+            }
+            ControlFlow::Continue(())
+        })?;
+        Ok(())
+    }
+}
+
+/// While an answer is made, the device gives no more memory: also where the answer crosses pages of the cache.
+#[test]
+fn decoding_reserves_no_memory() {
+    let dir = tempfile::tempdir().unwrap();
+    let d = dir.path();
+    write_model(d);
+    let stored = StoredModel::open("--model", &d.join("x.dat"), Some(d)).unwrap();
+    for arch in [80, 90] {
+        for sampling in [Sampling::GREEDY, Sampling::CARD] {
+            let reserved = Mutex::new(vec![]);
+            let job = LongAnswer { stored: &stored, sampling, reserved: &reserved };
+            ahead::rehearsed(rehearsing(arch), Precision::Bf16, job).unwrap();
+            let reserved = reserved.into_inner().unwrap();
+            // The first tokens fill the device's lists of buffers that can be used again.
+            let (begin, rest) = reserved.split_at(8);
+            assert!(rest.len() > 250 && begin[0] > 0, "{reserved:?}");
+            assert!(rest.iter().all(|bytes| *bytes == rest[0]), "sm_{arch}: {reserved:?}");
+        }
     }
 }
 

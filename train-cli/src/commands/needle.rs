@@ -13,7 +13,10 @@ use crate::{
     report,
     run::stored_model::StoredModel,
     settings::extensions,
-    talk::loaded::{Loaded, Opened},
+    talk::{
+        first_answers::Expected,
+        loaded::{Loaded, Opened},
+    },
 };
 use backend_nvfp4::{DeviceServices, Nvfp4Kernels, Precision};
 use model_qwen3::{
@@ -130,7 +133,7 @@ impl Job for Needle {
         let args = self.0;
         let mut opened = Opened::new(flags::wanted(&args.model, args.cache.kv_cache_dtype))?;
         args.check(opened.config().max_position_embeddings, opened.text())?;
-        let loaded = opened.load::<B>(None, precision, &device)?;
+        let loaded = opened.load::<B>(Some(Expected::unknown(1)), precision, &device)?;
         for (l, length) in args.lengths.iter().enumerate() {
             let started = Instant::now();
             let mut found = Vec::new();

@@ -21,16 +21,19 @@ pub struct Expected {
 }
 
 impl Expected {
-    /// Stands for prompts that are not known yet: a short one, one for each further number of tiles of rows that a chunk may have,
-    /// and one that is longer than a chunk. The number of tiles decides how wide the tiles of a product are, and that width is
-    /// compiled in.
+    /// Stands for prompts that are not known yet: one of a few tokens, a short one, one for each further number of tiles of rows that
+    /// a chunk may have, one that is longer than a chunk, and two that share a chunk. The number of tiles decides how wide the tiles of a product
+    /// are, and that width is compiled in.
     pub fn unknown(together: usize) -> Self {
         let tiles = (2..PREFILL_CHUNK / TILE).map(|tiles| tiles * TILE);
-        let lengths = std::iter::once(SHORT).chain(tiles).chain([PREFILL_CHUNK + 2]);
-        Self { steps: lengths.map(|length| vec![length]).collect(), together }
+        let alone = [FEW, SHORT].into_iter().chain(tiles).chain([PREFILL_CHUNK + 2]).map(|length| vec![length]);
+        let two = (together > 1).then(|| vec![SHORT; 2]);
+        Self { steps: alone.chain(two).collect(), together }
     }
 }
 
+/// Tokens of a prompt without a chat template that is a word or two.
+const FEW: usize = 8;
 /// Tokens of a first message, with what the chat template puts around it.
 const SHORT: usize = 32;
 
