@@ -215,12 +215,12 @@ fn several_answers_are_those_of_one_seed_after_another() {
     let each = [text("5"), text("6"), text("7")];
     assert!(each[0] != each[1] && each[1] != each[2]);
     assert_eq!(
-        drawn(&["-p", "hi", "--seed", "5", "-n", "3"]),
+        drawn(&["-p", "hi", "--seed", "5", "--answers", "3"]),
         each.iter().map(|text| format!("{text}\n")).collect::<String>()
     );
     assert_eq!(drawn(&["-p", "hi", "--seed", "5", "--no-stream"]), each[0]);
     std::fs::write(d.join("p.txt"), "hi\nyou\n").unwrap();
-    let rows = drawn(&["--prompts", "p.txt", "--seed", "5", "-n", "3", "--batch-size", "4"]);
+    let rows = drawn(&["--prompts", "p.txt", "--seed", "5", "--answers", "3", "--batch-size", "4"]);
     let rows: Vec<Value> = rows.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
     let prompts: Vec<&str> = rows.iter().map(|row| row["prompt"].as_str().unwrap()).collect();
     assert_eq!(prompts, ["hi", "hi", "hi", "you", "you", "you"]);
@@ -229,7 +229,7 @@ fn several_answers_are_those_of_one_seed_after_another() {
     }
     // The second number times two prompts is larger than any that a processor counts with.
     for (answers, reason) in [("0", "at least one answer"), ("9223372036854775808", "at most 1048576 answers")] {
-        let out = run(d, &["generate", "-m", "m", "--device", "cpu", "--prompts", "p.txt", "-n", answers]);
+        let out = run(d, &["generate", "-m", "m", "--device", "cpu", "--prompts", "p.txt", "--answers", answers]);
         let stderr = String::from_utf8_lossy(&out.stderr);
         let said = stderr.contains(&format!("--answers {answers}: ")) && stderr.contains(reason);
         assert!(out.status.code() == Some(2) && said, "{stderr}");

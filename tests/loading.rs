@@ -233,6 +233,13 @@ fn a_parity_dump_holds_every_value_and_compares_equal_with_itself() {
     let said = String::from_utf8_lossy(&out.stderr);
     assert!(out.status.code() == Some(2) && said.contains("--dump taken: the file exists; choose another"), "{said}");
     assert_eq!(std::fs::read(d.join("taken")).unwrap(), b"mine");
+    // The file of a model alone needs its config.json, which --tokenizer gives.
+    std::fs::copy(Path::new(&model).join("model.safetensors"), d.join("alone.safetensors")).unwrap();
+    let alone = ["parity", "-m", "alone.safetensors", "--expected", "dump.safetensors", "--device", "cpu"];
+    let out = run(d, &alone);
+    let said = String::from_utf8_lossy(&out.stderr);
+    assert!(!out.status.success() && said.contains("--tokenizer"), "{said}");
+    ok(d, &[&alone[..], &["--tokenizer", &model]].concat());
     let itself = parity("dump.safetensors", &[]);
     assert_eq!(itself.len(), against_hugging_face.len());
     for line in &itself {

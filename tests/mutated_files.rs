@@ -432,7 +432,7 @@ fn parity_reader(dir: &Path) -> Reader {
     fs::write(&file, safetensors::serialize(views, None).unwrap()).unwrap();
     let model = dir.join("m");
     let read = move |path: &Path| {
-        let job = Parity { model: &model, expected: path, dump: None };
+        let job = Parity { model: &model, tokenizer: None, expected: path, dump: None };
         device::run(DeviceChoice::Cpu, None, job).is_ok()
     };
     Reader::new("parity fixture", file, "parity -m m --expected fixture.safetensors --device cpu", read)

@@ -22,7 +22,7 @@ use train_cli::{
 fn compare(fixture: &str, device: DeviceChoice, precision: Precision) -> Comparison {
     let folder = golden(&format!("hf-qwen3/{fixture}"));
     let expected = folder.join("expected.safetensors");
-    let job = Parity { model: &folder, expected: &expected, dump: None };
+    let job = Parity { model: &folder, tokenizer: None, expected: &expected, dump: None };
     device::run(device, Some(precision), job).unwrap()
 }
 
@@ -204,7 +204,7 @@ fn a_fixture_that_compares_nothing_is_refused() {
             .iter()
             .map(|(name, dtype, shape, data)| (*name, TensorView::new(*dtype, shape.clone(), data).unwrap()));
         std::fs::write(&path, safetensors::serialize(views, None).unwrap()).unwrap();
-        let job = Parity { model: &folder, expected: &path, dump: None };
+        let job = Parity { model: &folder, tokenizer: None, expected: &path, dump: None };
         let error =
             device::run(DeviceChoice::Cpu, Some(Precision::F32), job).err().map(|e| (e.exit_code(), e.to_string()));
         error.unwrap_or_else(|| panic!("the fixture is taken"))
@@ -267,7 +267,7 @@ fn forged_fixtures_are_refused() {
             (*key, TensorView::new(*dtype, shape.clone(), data).unwrap_or_else(|e| panic!("{key}: {e}")))
         });
         std::fs::write(&path, safetensors::serialize(views, None).unwrap()).unwrap();
-        let job = Parity { model: &folder, expected: &path, dump: None };
+        let job = Parity { model: &folder, tokenizer: None, expected: &path, dump: None };
         let error =
             device::run(DeviceChoice::Cpu, Some(Precision::F32), job).err().map(|e| (e.exit_code(), e.to_string()));
         let (code, said) = error.unwrap_or_else(|| panic!("{name}, {reason}: the fixture is taken"));

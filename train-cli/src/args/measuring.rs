@@ -118,9 +118,9 @@ pub struct ParityArgs {
     // A flag that is required is not missed where it conflicts with another one, so both are said.
     #[arg(long, requires = "prompt", conflicts_with = "expected")]
     pub raw: bool,
-    /// Folder that holds tokenizer and chat template, and config.json too if there is none beside a model [default: each model's
-    /// folder]
-    #[arg(long, value_name = "DIR", conflicts_with = "expected")]
+    /// Folder that holds tokenizer and chat template, and config.json too if there is none beside a model. With --expected only
+    /// config.json is read [default: each model's folder]
+    #[arg(long, value_name = "DIR")]
     pub tokenizer: Option<PathBuf>,
     /// The largest relative difference of a layer that passes. `tolerance_help` has the default.
     #[arg(long, value_name = "DIFFERENCE", conflicts_with = "expected", help = tolerance_help())]

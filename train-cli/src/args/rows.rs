@@ -75,7 +75,7 @@ pub struct PreviewArgs {
     /// Which rows.
     #[command(flatten)]
     pub rows: RowsArgs,
-    /// Number of rows to show
+    /// Number of sequences to show. A row may give several
     #[arg(short = 'n', long = "rows", value_name = "N", default_value_t = 5)]
     pub count: usize,
 }

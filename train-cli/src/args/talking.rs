@@ -38,7 +38,7 @@ pub struct GenerateArgs {
     #[command(flatten)]
     pub sampling: SamplingArgs,
     /// Number of answers to each prompt. The first answer uses the random seed --seed, the second uses --seed plus 1, and so on
-    #[arg(short = 'n', long, value_name = "N", default_value_t = 1)]
+    #[arg(long, value_name = "N", default_value_t = 1)]
     pub answers: usize,
     /// Print an answer when it is complete, instead of piece by piece
     #[arg(long)]
@@ -172,7 +172,14 @@ fn or_neutral(what: &str, value: impl Fn(Sampling) -> f32) -> String {
 #[command(next_help_heading = "Sampling")]
 pub struct SamplingArgs {
     /// Maximum number of tokens in an answer
-    #[arg(long, value_name = "N", alias = "max-new-tokens", allow_negative_numbers = true, default_value_t = 256)]
+    #[arg(
+        short = 'n',
+        long,
+        value_name = "N",
+        alias = "max-new-tokens",
+        allow_negative_numbers = true,
+        default_value_t = 256
+    )]
     pub max_tokens: usize,
     /// Divides the logits.
     #[arg(long, alias = "temp", allow_negative_numbers = true, help = of_card("Sampling temperature; 0 always takes the most likely token", |s| s.temperature))]

@@ -20,7 +20,7 @@ use crate::{
         message::checked_messages,
     },
 };
-use backend_nvfp4::{DeviceServices, Nvfp4Kernels, PAGE, Precision};
+use backend_nvfp4::{DeviceMemory, DeviceServices, Nvfp4Kernels, PAGE, Precision};
 use model_qwen3::{
     chat_template::RenderOptions,
     file, json,
@@ -103,9 +103,11 @@ impl Job for Generate {
         let options = GenerateOptions { logprobs: args.logprobs, ..flags::options(&args.sampling, text, None) };
         let prompts = prompts(&questions, &args, text, &options, limit)?;
         let longest = prompts.iter().map(|prompt| prompt.ids.len()).max().unwrap_or(0);
-        let together = args.batch_size.min(prompts.len() * args.answers);
-        let first = (0..together).map(|n| prompts[n / args.answers].ids.len()).collect();
-        let expected = Expected { steps: vec![first], together };
+        let expected = match prompts.as_slice() {
+            [prompt] if args.answers == 1 => Expected { steps: vec![vec![prompt.ids.len()]], together: 1 },
+            // Which prompts are read together depends on when the answers before them end.
+            prompts => Expected::unknown(args.batch_size.min(prompts.len() * args.answers)),
+        };
         let loaded = opened.load::<B>(Some(expected), precision, &device)?;
         answer::say_sampling(&options.sampling, &loaded.text, None);
         match prompts.as_slice() {
@@ -142,7 +144,7 @@ fn prompts<'a>(
 }
 
 /// Answers one prompt.
-fn one<B: Nvfp4Kernels>(
+fn one<B: Nvfp4Kernels + DeviceMemory>(
     args: &GenerateArgs,
     loaded: &Loaded<B>,
     options: &GenerateOptions,
@@ -157,7 +159,7 @@ fn one<B: Nvfp4Kernels>(
         report::line(answer.figures());
         return Ok(());
     }
-    print_answer(&answer, prompt.question, args, text)?;
+    print_answer(&answer, prompt.question, args, loaded)?;
     if !args.json {
         report::line(answer.figures());
     }
@@ -166,7 +168,7 @@ fn one<B: Nvfp4Kernels>(
 
 /// Answers every prompt as often as the flags say, some at a time, and prints the answers in order. It ends where an answer
 /// cannot be printed. Prompt and answer together have at most `capacity` tokens.
-fn all<B: Nvfp4Kernels>(
+fn all<B: Nvfp4Kernels + DeviceMemory>(
     args: &GenerateArgs,
     loaded: &Loaded<B>,
     options: &GenerateOptions,
@@ -192,7 +194,7 @@ fn all<B: Nvfp4Kernels>(
         batch.step()?;
         while let Some(answer) = complete.borrow_mut().remove(&printed) {
             let answer = answer?;
-            print_answer(&answer, prompts[printed / args.answers].question, args, text)?;
+            print_answer(&answer, prompts[printed / args.answers].question, args, loaded)?;
             if report::is_lost() {
                 return Ok(());
             }
@@ -221,11 +223,11 @@ impl Listener for AnswerPlace<'_> {
 }
 
 /// Prints a complete answer. Those of a file of prompts are JSON; several answers to one prompt have an empty line in between.
-fn print_answer(
+fn print_answer<B: Nvfp4Kernels + DeviceMemory>(
     answer: &Answer,
     question: &AskedPrompt,
     args: &GenerateArgs,
-    text: &TextFiles,
+    loaded: &Loaded<B>,
 ) -> Result<(), CliError> {
     if !args.json && args.prompts.is_none() {
         let end = if args.answers > 1 { "\n" } else { "" };
@@ -233,8 +235,10 @@ fn print_answer(
         return Ok(());
     }
     let mut found = answer.json(question.asked());
+    // What the device's memory pool holds now: model, caches, and what answers needed.
+    found["device_memory_mib"] = B::memory_in_use(&loaded.model.device()).map(|memory| memory.reserved >> 20).into();
     if args.logprobs.is_some() {
-        found["logprobs"] = answer.logprobs(&text.tokenizer)?;
+        found["logprobs"] = answer.logprobs(&loaded.text.tokenizer)?;
     }
     report::result(found.to_string());
     Ok(())

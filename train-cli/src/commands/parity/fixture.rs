@@ -99,7 +99,8 @@ pub(super) fn run(args: &ParityArgs, expected: &Path) -> Result<(), CliError> {
         inputs.push(expected.to_owned());
         check_new_output("--dump", path, &inputs)?;
     }
-    let parity = Parity { model: &files.weights, expected, dump: args.dump.as_deref() };
+    let (tokenizer, dump) = (args.tokenizer.as_deref(), args.dump.as_deref());
+    let parity = Parity { model: &files.weights, tokenizer, expected, dump };
     let comparison = device::run(args.device, args.compute_dtype, parity)?;
     for d in &comparison.differences {
         if args.json {
@@ -134,6 +135,8 @@ pub(super) fn run(args: &ParityArgs, expected: &Path) -> Result<(), CliError> {
 pub struct Parity<'a> {
     /// The model.
     pub model: &'a Path,
+    /// The folder of its config.json, if there is none beside it.
+    pub tokenizer: Option<&'a Path>,
     /// The fixture.
     pub expected: &'a Path,
     /// Where to write our values.
@@ -149,7 +152,7 @@ impl Job for Parity<'_> {
         precision: Precision,
     ) -> Result<Comparison, CliError> {
         let files = located("--model", self.model)?;
-        let config = Qwen3Config::from_file(&files.config_file(None))?;
+        let config = Qwen3Config::from_file(&files.config_file(self.tokenizer))?;
         let file = SafeFile::open(self.expected).map_err(CliError::of_flag("--expected"))?;
         let fixture = Fixture { file, config: config.clone() };
         let spec = LinearSpec::new(Recipe::Bf16, Scaling::Two, precision);
