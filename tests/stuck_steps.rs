@@ -38,6 +38,8 @@ fn a_step_that_never_ends_ends_the_run_and_loses_nothing() {
         message.starts_with("error: step 3 has made no progress for ") && message.contains("does not answer"),
         "{stderr}"
     );
+    let summary = fs::read_to_string(d.join("stuck/summary.md")).unwrap();
+    assert!(summary.contains("step 3 has made no progress for ") && summary.contains("2 of 4"), "{summary}");
     assert!(names(&d.join("stuck")).contains("checkpoint-2") && !names(&d.join("stuck")).contains("checkpoint-3"));
 
     let mut resumed = words("stuck");

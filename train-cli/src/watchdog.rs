@@ -5,7 +5,7 @@ use crate::{CliError, device};
 use std::{
     fmt,
     sync::{
-        Mutex, MutexGuard,
+        Mutex, MutexGuard, PoisonError,
         mpsc::{RecvTimeoutError, channel},
     },
     thread,
@@ -44,7 +44,14 @@ pub fn run(work: impl FnOnce() -> Result<(), CliError> + Send + 'static) -> Resu
     loop {
         match ended.recv_timeout(TURN) {
             Ok(result) => return result,
-            Err(RecvTimeoutError::Timeout) => clock().turn().map_or(Ok(()), Err)?,
+            Err(RecvTimeoutError::Timeout) => {
+                let overdue = clock().turn();
+                if let Some(error) = overdue {
+                    let last = LAST.lock().unwrap_or_else(PoisonError::into_inner).take();
+                    last.into_iter().for_each(|last| last(&error));
+                    return Err(error);
+                }
+            }
             // The work has panicked, and says so.
             Err(RecvTimeoutError::Disconnected) => match thread.join() {
                 Ok(()) => return Ok(()),
@@ -52,6 +59,16 @@ pub fn run(work: impl FnOnce() -> Result<(), CliError> + Send + 'static) -> Resu
             },
         }
     }
+}
+
+/// What is done with the error when watched work stands still for too long, before [`run`] returns it.
+type Last = Box<dyn FnOnce(&CliError) + Send>;
+
+static LAST: Mutex<Option<Last>> = Mutex::new(None);
+
+/// Says what is done, on the main thread, when watched work stands still for too long.
+pub fn when_stuck(last: impl FnOnce(&CliError) + Send + 'static) {
+    *LAST.lock().unwrap_or_else(PoisonError::into_inner) = Some(Box::new(last));
 }
 
 /// Work whose standing still is noticed.
@@ -132,7 +149,7 @@ impl Clock {
 static CLOCK: Mutex<Clock> = Mutex::new(Clock::NEW);
 
 fn clock() -> MutexGuard<'static, Clock> {
-    CLOCK.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
+    CLOCK.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl Clock {

@@ -34,6 +34,7 @@ use crate::{
     run::summary,
     run::tensorboard,
     settings::{DeviceChoice, Layer, ReportTo},
+    watchdog,
 };
 use backend_nvfp4::{DeviceServices, Nvfp4Kernels, Precision};
 use ending::{check_length, completed, is_complete, reason};
@@ -320,6 +321,8 @@ impl Job for Fit<'_> {
         }
         // From here to the end of the export, a first signal ends the run where it can be resumed.
         let signals = Arc::new(Interruption::listen().map_err(CliError::io(Path::new("signals")))?);
+        let run = ready.plan.output_dir.clone();
+        watchdog::when_stuck(move |error| record_end(&run, Some(reason(error))));
         let trained = ready.guarded::<B>(resumed, &signals, &requests, &device);
         let ended = trained.and_then(|trained| ready.finish::<B>(trained, &signals, &device));
         // The run folder records why the run ended early: its evaluation loss stopped falling, an error, or a signal.
