@@ -4,7 +4,7 @@
 
 use crate::support::{
     files::{demo_file, ok, real_tokenizer, refused, run, tiny_model},
-    golden_bytes,
+    golden, golden_bytes,
     spec::{E2M1, E4m3},
 };
 use backend_nvfp4::reference;
@@ -20,6 +20,7 @@ use model_qwen3::{
     tensors::{Stored, Tensors},
     tokenizer::Tokenizer,
 };
+use sha2::{Digest, Sha256};
 use std::{collections::HashMap, path::Path};
 
 /// The names of a model with one block, ours and GGUF's.
@@ -287,6 +288,47 @@ fn a_gguf_file_becomes_a_model_again() {
             }
         }
     }
+}
+
+/// A file that another program's package wrote has the values that the package reads, and its sizes, tokenizer and template are
+/// enough to answer.
+#[test]
+fn a_gguf_file_of_another_program_is_read() {
+    let dir = tempfile::tempdir().unwrap();
+    let d = dir.path();
+    let foreign = golden("gguf/foreign.gguf").canonicalize().unwrap();
+    let expected: serde_json::Value = serde_json::from_slice(&golden_bytes("gguf/foreign.json")).unwrap();
+    ok(d, &["convert", foreign.to_str().unwrap(), "model.safetensors", "--dtype", "f32"]);
+    let copy = Container::open(&d.join("model.safetensors")).unwrap();
+    let direct = GgufFile::open(&foreign).unwrap();
+    let digests = expected["tensors"].as_object().unwrap();
+    assert_eq!(copy.names().len(), digests.len());
+    for (name, digest) in digests {
+        for container in [&copy as &dyn Tensors, &direct] {
+            let values = match container.stored(name).unwrap() {
+                Stored::Packed { rows, cols, .. } => {
+                    reference::dequantize(&container.read_packed(name).unwrap(), rows, cols)
+                }
+                Stored::Dense { .. } => container.read_dense(name).unwrap(),
+            };
+            // The package reads a code of minus zero as zero.
+            let values = values.into_iter().map(|x| x + 0.0);
+            let bytes: Vec<u8> = values.flat_map(f32::to_le_bytes).collect();
+            let found: String = Sha256::digest(&bytes).iter().map(|byte| format!("{byte:02x}")).collect();
+            assert_eq!(digest, &found, "{name}");
+        }
+    }
+    let config: serde_json::Value = serde_json::from_slice(&std::fs::read(d.join("config.json")).unwrap()).unwrap();
+    for (key, size) in expected["config"].as_object().unwrap() {
+        assert_eq!(&config[key], size, "{key}");
+    }
+    let text = "Who are you? 你是誰？";
+    let [ours, theirs] =
+        [demo_file("tokenizer.json"), d.join("tokenizer.json")].map(|p| Tokenizer::from_file(&p).unwrap());
+    assert_eq!(ours.encode(text).unwrap(), theirs.encode(text).unwrap());
+    let answered = ["generate", "-m", ".", "-p", text, "--max-tokens", "4", "--device", "cpu", "--temp", "0", "--json"];
+    let answer: serde_json::Value = serde_json::from_str(&ok(d, &answered)).unwrap();
+    assert!(answer["prompt_tokens"].as_u64() > Some(10) && answer["tokens"].as_u64() > Some(0), "{answer}");
 }
 
 /// The tokenizer that a GGUF file describes is that of Qwen3.
