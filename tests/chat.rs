@@ -5,7 +5,7 @@ use crate::support::{
     Cpu,
     files::{F32, at_terminal, command, demo_file, no_terminal, ok, refused, run, send, tiny_model_with_spread},
     golden,
-    scripted::scripted_model,
+    scripted::{numbers_tokenizer, scripted_model},
 };
 use backend_nvfp4::CacheFormat;
 use model_qwen3::{
@@ -43,11 +43,16 @@ fn turns(dir: &Path, script: &str, more: &[&str]) -> Vec<Value> {
 
 /// The answer to `question` behind the messages of a saved conversation, as `generate` gives it.
 fn answer_behind(dir: &Path, saved: &str, question: &str) -> Value {
+    answer_behind_with(dir, saved, question, &[])
+}
+
+/// The answer with more flags.
+fn answer_behind_with(dir: &Path, saved: &str, question: &str, more: &[&str]) -> Value {
     let mut messages: Vec<Value> = saved.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
     messages.push(json!({"role": "user", "content": question}));
     std::fs::write(dir.join("asked.jsonl"), json!({"messages": messages}).to_string()).unwrap();
     let options = ["--device", "cpu", "--temp", "0", "--max-tokens", "8", "--json", "--prompts", "asked.jsonl"];
-    serde_json::from_str(&ok(dir, &[&["generate", "-m", "m"], &options[..]].concat())).unwrap()
+    serde_json::from_str(&ok(dir, &[&["generate", "-m", "m"], &options[..], more].concat())).unwrap()
 }
 
 /// What a scripted conversation prints on standard error when it ends with this exit code.
@@ -89,6 +94,68 @@ fn a_later_turn_reads_only_what_is_new_and_answers_the_same() {
     let said = String::from_utf8_lossy(&out.stderr);
     assert!(out.status.code() == Some(2) && said.contains("leave out --system-prompt"), "{said}");
     assert_ne!(talk[1]["ids"], talk[2]["ids"], "the model answers everything alike; the comparisons say nothing");
+}
+
+/// With a tokenizer that spells each token in one way only, a conversation that keeps its tokens answers as one whose messages are
+/// all read anew: also where a stop token ends the answers, after `/undo`, and where the template leaves an empty thought out of the
+/// turns before the last.
+#[test]
+fn a_kept_conversation_answers_as_one_that_is_read_anew() {
+    const QUESTIONS: [&str; 3] = ["<5><90>", "<7><300>", "<11><411>"];
+    const EMPTY_THOUGHT: &str =
+        "{%- if enable_thinking is defined and not enable_thinking %}{{- '<think>' }}{%- endif %}";
+    let dir = tempfile::tempdir().unwrap();
+    let d = dir.path();
+    lively_model(d);
+    let vocabulary = Qwen3Config::from_file(&d.join("m/config.json")).unwrap().vocab_size;
+    std::fs::write(d.join("m/tokenizer.json"), numbers_tokenizer(vocabulary).to_string()).unwrap();
+    let of = |turn: &Value, key: &str| turn[key].as_u64().unwrap();
+    let ids = |turn: &Value| -> Vec<u64> { turn["ids"].as_array().unwrap().iter().flat_map(Value::as_u64).collect() };
+    let stops_at = |id: u64| {
+        let settings = json!({"eos_token_id": id}).to_string();
+        std::fs::write(d.join("m/generation_config.json"), settings).unwrap();
+    };
+    let script = format!("{}\n/undo\n{}\n", QUESTIONS.join("\n"), QUESTIONS[2]);
+    let kept_is_anew = |more: &[&str], is_dropped: bool| {
+        let talk = turns(d, &script, more);
+        assert_eq!(talk.len(), 4);
+        // The third turn is taken back and said once more.
+        let expected = |key: &str| (talk[2][key].clone(), talk[3][key].clone());
+        assert_eq!(expected("ids").0, expected("ids").1, "{more:?}");
+        let mut saved = String::new();
+        for (turn, question) in talk.iter().zip(QUESTIONS) {
+            let anew = answer_behind_with(d, &saved, question, more);
+            for key in ["ids", "prompt_tokens", "text", "stop"] {
+                assert_eq!(turn[key], anew[key], "{more:?}, {question}: {key}");
+            }
+            saved += &format!("{}\n", json!({"role": "user", "content": question}));
+            saved += &format!("{}\n", json!({"role": "assistant", "content": turn["text"]}));
+        }
+        for (before, turn) in talk.iter().zip(&talk[1..3]) {
+            let known = of(before, "prompt_tokens") + if is_dropped { 0 } else { of(before, "tokens") };
+            let cached = of(turn, "cached_tokens");
+            assert!(cached + 1 >= known - 7 * u64::from(is_dropped), "{more:?}: {known} were known: {turn}");
+            assert_eq!(cached < of(before, "prompt_tokens"), is_dropped, "{more:?}: {turn}");
+        }
+        talk
+    };
+    stops_at(vocabulary as u64 - 1);
+    let talk = kept_is_anew(&[], false);
+    assert!(talk.iter().all(|turn| turn["stop"] == "length"), "{talk:?}");
+    // A token that only the second answer has ends it now.
+    let (first, second) = (ids(&talk[0]), ids(&talk[1]));
+    let length = second.iter().position(|id| !first.contains(id)).expect("the second answer is another one");
+    stops_at(second[length]);
+    let stopped = kept_is_anew(&[], false);
+    assert_eq!((of(&stopped[1], "tokens"), &stopped[1]["stop"]), (length as u64, &json!("stop")));
+
+    let path = d.join("m/tokenizer_config.json");
+    let mut settings: Value = serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
+    let template = format!("{}{EMPTY_THOUGHT}", settings["chat_template"].as_str().unwrap().trim_end());
+    settings["chat_template"] = template.into();
+    std::fs::write(&path, settings.to_string()).unwrap();
+    kept_is_anew(&["--thinking", "false"], true);
+    kept_is_anew(&["--thinking", "true"], false);
 }
 
 /// What is said looks like the lines of the file that mark who speaks.

@@ -731,7 +731,6 @@ fn an_optional_field_is_text_or_not_there() {
     }
 }
 
-/// What is broken is refused with file, line and reason.
 #[test]
 fn a_thought_that_is_no_text_is_refused() {
     let dir = tempfile::tempdir().unwrap();
@@ -746,6 +745,7 @@ fn a_thought_that_is_no_text_is_refused() {
     }
 }
 
+/// What is broken is refused with file, line and reason.
 #[test]
 fn a_broken_row_is_named_by_its_file_and_line() {
     let dir = tempfile::tempdir().unwrap();

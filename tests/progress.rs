@@ -153,3 +153,21 @@ fn a_terminal_shows_trained_tokens_in_color() {
     let text = String::from_utf8(out.stdout).unwrap();
     assert!(text.contains("⟦I am tiny.<|im_end|>⟧") && !text.contains('\u{1b}'), "{text}");
 }
+
+/// Each step of this run has 64 tokens, so that its tokens per second say how long it took. The times of all steps together are
+/// most of the time of the training, and not more.
+#[test]
+fn tokens_per_second_are_those_of_each_step() {
+    let dir = tempfile::tempdir().unwrap();
+    let d = dir.path();
+    tiny_model(&d.join("m"), true);
+    let words =
+        "fit -m m --synthetic --max-seq-length 64 --max-steps 20 --eval-steps 0 --save-strategy no --device cpu -o r";
+    ok(d, &words.split(' ').collect::<Vec<_>>());
+    let log = fs::read_to_string(d.join("r/metrics.jsonl")).unwrap();
+    let lines = log.lines().map(|line| serde_json::from_str::<Value>(line).unwrap());
+    let seconds: Vec<f64> = lines.filter_map(|line| Some(64.0 / line["tokens_per_second"].as_f64()?)).collect();
+    let results: Value = serde_json::from_slice(&fs::read(d.join("r/train_results.json")).unwrap()).unwrap();
+    let (steps, all) = (seconds.iter().sum::<f64>(), results["train_runtime"].as_f64().unwrap());
+    assert!(seconds.len() == 20 && steps <= all && steps > all / 4.0, "{steps} s of {all} s: {seconds:?}");
+}

@@ -1,7 +1,10 @@
 //! One way in: every command that takes a model takes a Hugging Face folder, a file, a run folder and a checkpoint. A model runs
 //! as it was trained, whatever names it, because its training is recorded; a checkpoint answers as its export does.
 
-use crate::support::files::{demo_file, ok, refused, run, tiny_model_with_spread};
+use crate::support::{
+    files::{demo_file, ok, refused, run, tiny_model_with_spread},
+    http::Server,
+};
 use model_qwen3::{
     container::Container,
     tensors::{Stored, Tensors},
@@ -65,6 +68,7 @@ fn every_command_takes_every_form_of_a_model() {
     };
     copy("r/checkpoint-2", "unfinished/checkpoint-2");
     fs::copy(d.join("r/config.toml"), d.join("unfinished/config.toml")).unwrap();
+    fs::write(d.join("hello.txt"), "Hello\n").unwrap();
     let forms =
         ["m", "m/model.safetensors", "half.safetensors", "r", "unfinished", "r/checkpoint-2", "r/final", "x.dat"];
     for form in forms {
@@ -72,6 +76,9 @@ fn every_command_takes_every_form_of_a_model() {
         let cpu = ["--device", "cpu"];
         let dat = format!("{}.dat", form.replace(['/', '.'], "-"));
         let plan = ["-d", "m/demo.tsv", "--max-steps", "1", "-o", "new"];
+        let folder = format!("out/{dat}");
+        fs::create_dir_all(d.join(&folder)).unwrap();
+        let (copied, exported) = (format!("{folder}/model.safetensors"), format!("{folder}/hf"));
         for words in [
             [&["generate", "-m", form, "-p", "a", "--max-tokens", "1"][..], &cpu, tokenizer].concat(),
             [&["eval", "loss", "-m", form, "-d", "m/demo.tsv", "--batch-size", "8"][..], &cpu, tokenizer].concat(),
@@ -83,10 +90,17 @@ fn every_command_takes_every_form_of_a_model() {
             [&["parity", "-m", form, "-p", "a", "--recipe", "bf16", "--against-recipe", "bf16"][..], &cpu, tokenizer]
                 .concat(),
             [&["data", "preview", "m/demo.tsv", "-m", form, "-n", "1"][..], tokenizer].concat(),
+            [&["chat", "-m", form, "--script", "hello.txt", "--max-tokens", "1"][..], &cpu, tokenizer].concat(),
+            [&["export-hf", "-m", form, "-o", &exported][..], &cpu, tokenizer].concat(),
+            vec!["convert", form, &copied, "--dtype", "bf16"],
             vec!["inspect", form, "--verify"],
         ] {
             ok(d, &words);
         }
+        let server = Server::start(d, &[&["-m", form, "--context", "64"][..], tokenizer].concat());
+        let reply =
+            server.ask("/v1/completions", &serde_json::json!({"prompt": "a", "max_tokens": 1, "ignore_eos": true}));
+        assert_eq!(reply["usage"]["completion_tokens"], 1, "{form}");
     }
     // What has no tokenizer says how to give one, and what is not there is named.
     for (model, text) in [("x.dat", "--tokenizer"), ("nowhere", "nowhere: no such file")] {
