@@ -58,7 +58,7 @@ pub(super) fn peak(plan: &Plan, precision: &str) -> Option<(String, f64)> {
     }
     // The table is one of bf16.
     let (name, peak) = peak::of(plan.settings.recipe.device).filter(|_| precision == Precision::Bf16.name())?;
-    Some((format!("in bf16, by NVIDIA's data sheet of {name}"), peak))
+    Some((format!("in bf16, by NVIDIA's figures for {name}"), peak))
 }
 
 fn model(plan: &Plan, inputs: &Inputs, scaling: Scaling) -> String {

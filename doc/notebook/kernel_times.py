@@ -1,0 +1,140 @@
+"""Which kernels of a card take the time of a program, by CUPTI's record of each launch.
+
+    python3 kernel_times.py --steps STEPS [--skip N] -- train-cli fit ...
+    python3 kernel_times.py --once KERNEL [--skip N] -- train-cli generate ...
+
+The table covers whole steps (or tokens) behind the first N, so that loading and compiling do not count: from one launch to
+the last one of a kernel that each step launches once. That is one of which the program makes as many launches as STEPS, or
+one whose name contains KERNEL. Without either the table covers the whole program. The script compiles a small library against CUPTI, which NVIDIA's package nvidia-cuda-cupti has, and the program
+loads it (CUDA_INJECTION64_PATH). Recording costs a few percent of the time."""
+
+import argparse
+import collections
+import glob
+import os
+import subprocess
+import sys
+import sysconfig
+import tempfile
+
+SOURCE = r"""
+#include <cupti.h>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+
+static FILE* out;
+
+static void requested(uint8_t** buffer, size_t* size, size_t* records) {
+  *size = 8 << 20;
+  *buffer = static_cast<uint8_t*>(aligned_alloc(8, *size));
+  *records = 0;
+}
+
+static void completed(CUcontext, uint32_t, uint8_t* buffer, size_t, size_t valid) {
+  CUpti_Activity* record = nullptr;
+  while (cuptiActivityGetNextRecord(buffer, valid, &record) == CUPTI_SUCCESS) {
+    if (record->kind == CUPTI_ACTIVITY_KIND_CONCURRENT_KERNEL) {
+      auto* kernel = reinterpret_cast<KERNEL*>(record);
+      fprintf(out, "%llu %llu %s\n", (unsigned long long)kernel->start, (unsigned long long)kernel->end, kernel->name);
+    } else if (record->kind == CUPTI_ACTIVITY_KIND_MEMCPY) {
+      auto* copy = reinterpret_cast<COPY*>(record);
+      fprintf(out, "%llu %llu copy_of_memory_%d\n", (unsigned long long)copy->start, (unsigned long long)copy->end, copy->copyKind);
+    } else if (record->kind == CUPTI_ACTIVITY_KIND_MEMSET) {
+      auto* fill = reinterpret_cast<FILL*>(record);
+      fprintf(out, "%llu %llu fill_of_memory\n", (unsigned long long)fill->start, (unsigned long long)fill->end);
+    }
+  }
+  free(buffer);
+}
+
+static void finish() {
+  cuptiActivityFlushAll(1);
+  fclose(out);
+}
+
+extern "C" int InitializeInjection() {
+  out = fopen(getenv("KERNEL_TIMES"), "w");
+  if (!out) return 0;
+  cuptiActivityRegisterCallbacks(requested, completed);
+  cuptiActivityEnable(CUPTI_ACTIVITY_KIND_CONCURRENT_KERNEL);
+  cuptiActivityEnable(CUPTI_ACTIVITY_KIND_MEMCPY);
+  cuptiActivityEnable(CUPTI_ACTIVITY_KIND_MEMSET);
+  atexit(finish);
+  return 1;
+}
+"""
+
+
+def newest(header, name):
+    """The newest form of a record that the header has."""
+    forms = [line.split()[1].rstrip(";") for line in header.splitlines() if line.startswith(f"}} CUpti_Activity{name}")]
+    forms = [form for form in forms if form[len(f"CUpti_Activity{name}") :].isdigit()]
+    return max(forms, key=lambda form: int(form[len(f"CUpti_Activity{name}") :]))
+
+
+def library(folder):
+    """Compiles the library, and returns its path and the folder of CUPTI's."""
+    roots = [sysconfig.get_paths()["purelib"] + "/nvidia/cu13", "/usr/local/cuda/extras/CUPTI", "/usr/local/cuda"]
+    roots += glob.glob("/usr/local/cuda*/targets/*-linux")
+    find = lambda part: next((p for root in roots for p in glob.glob(f"{root}/{part}")), None)
+    header, binary = find("include/cupti_activity.h"), find("lib*/libcupti.so*")
+    if not header or not binary:
+        sys.exit("CUPTI was not found; pip install nvidia-cuda-cupti")
+    text = open(header).read()
+    source = os.path.join(folder, "times.cpp")
+    forms = {"KERNEL": newest(text, "Kernel"), "COPY": newest(text, "Memcpy"), "FILL": newest(text, "Memset")}
+    open(source, "w").write(SOURCE)
+    path = os.path.join(folder, "times.so")
+    includes = sorted({os.path.dirname(p) for root in roots for p in glob.glob(f"{root}/include/cu*.h")})
+    defines = [f"-D{name}={form}" for name, form in forms.items()]
+    command = ["g++", "-shared", "-fPIC", "-O1", source, "-o", path, binary] + [f"-I{i}" for i in includes] + defines
+    subprocess.run(command, check=True)
+    return path, os.path.dirname(binary)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--steps", type=int, help="how many steps the program makes")
+    parser.add_argument("--once", help="part of the name of a kernel that each step launches once")
+    parser.add_argument("--skip", type=int, default=3, help="how many of its launches are not counted")
+    parser.add_argument("--rows", type=int, default=40, help="how many kernels are shown")
+    parser.add_argument("command", nargs="+")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        path, cupti = library(folder)
+        times = os.path.join(folder, "times")
+        libraries = ":".join(filter(None, [cupti, os.environ.get("LD_LIBRARY_PATH")]))
+        env = {**os.environ, "CUDA_INJECTION64_PATH": path, "KERNEL_TIMES": times, "LD_LIBRARY_PATH": libraries}
+        subprocess.run(args.command, env=env, check=True)
+        rows = [line.rstrip("\n").split(" ", 2) for line in open(times)]
+    launches = sorted((int(start), int(end), name) for start, end, name in rows)
+    steps = 1
+    if args.steps:
+        counts = collections.Counter(name for _, _, name in launches)
+        args.once = next((name for name, count in counts.items() if count == args.steps), None)
+        if args.once is None:
+            sys.exit(f"no kernel was launched {args.steps} times")
+    if args.once:
+        at = [start for start, _, name in launches if args.once in name]
+        if len(at) <= args.skip + 1:
+            sys.exit(f"{args.once}: {len(at)} launches")
+        first, last, steps = at[args.skip], at[-1], len(at) - 1 - args.skip
+        launches = [launch for launch in launches if first <= launch[0] < last]
+    else:
+        first, last = launches[0][0], max(end for _, end, _ in launches)
+    count, total, busy, until = collections.Counter(), collections.Counter(), 0, first
+    for start, end, name in launches:
+        count[name] += 1
+        total[name] += end - start
+        busy += max(0, end - max(start, until))
+        until = max(until, end)
+    span = last - first
+    print(f"{steps} steps, {span / steps / 1e6:.2f} ms each, {len(launches) / steps:.0f} launches each; "
+          f"the card computes {100 * busy / span:.1f} % of the time")
+    for name, time in total.most_common(args.rows):
+        print(f"{100 * time / span:5.1f} %  {time / steps / 1e6:8.3f} ms  {count[name] / steps:7.1f} x  {name}")
+
+
+if __name__ == "__main__":
+    main()
