@@ -52,7 +52,7 @@ impl Stored {
 pub type Put<'a> = &'a mut dyn FnMut(&[u8]) -> Result<(), ModelError>;
 
 /// Named tensors that can be read one at a time.
-pub trait Tensors {
+pub trait Tensors: Sync {
     /// The file or folder that the tensors come from, for messages.
     fn path(&self) -> &Path;
 

@@ -14,6 +14,8 @@ use half::bf16;
 
 /// Values of a tensor that go to the device at once. The host holds this many of it in f32.
 const CHUNK: usize = 1 << 20;
+/// Values that go to the device at once as the file holds them. Several threads read them together.
+const STORED_CHUNK: usize = 8 << 20;
 
 /// Makes parameters in the order of their ids.
 pub(super) struct Forge<'a, B: Backend> {
@@ -59,7 +61,7 @@ impl<B: Nvfp4Kernels> Forge<'_, B> {
         }
         let stored = tensors.stored(name).and_then(|stored| stored.float()).map(type_on_device);
         let as_stored = stored.filter(|stored| self.converts(*stored, form));
-        for range in row_ranges(&shape, CHUNK) {
+        for range in row_ranges(&shape, if as_stored.is_some() { STORED_CHUNK } else { CHUNK }) {
             let part = [range.len(), width];
             let rows = match as_stored {
                 Some(stored) => {

@@ -12,7 +12,11 @@ use crate::{
 };
 use backend_nvfp4::{Nvfp4Kernels, Packed, Scaling};
 use burn::tensor::{TensorData, backend::Backend};
-use std::{cell::RefCell, ops::Range, path::Path};
+use std::{
+    ops::Range,
+    path::Path,
+    sync::{Mutex, PoisonError},
+};
 
 /// A model's tensors, read from its device: packed weights in NVFP4, the others as floats. A value that is not finite is
 /// an error.
@@ -22,7 +26,7 @@ pub struct Live<'a, B: Backend> {
     transfer: usize,
     /// What was read last: writers read one range of rows after another and one tensor after another, and one transfer
     /// serves many.
-    fetched: RefCell<Vec<Fetched>>,
+    fetched: Mutex<Vec<Fetched>>,
 }
 
 /// Rows of a tensor on the host.
@@ -35,7 +39,7 @@ struct Fetched {
 impl<'a, B: Nvfp4Kernels> Live<'a, B> {
     /// Shows a model's tensors.
     pub fn new(model: &'a Qwen3<B>) -> Self {
-        Self { fields: fields(model), transfer: TRANSFER, fetched: RefCell::default() }
+        Self { fields: fields(model), transfer: TRANSFER, fetched: Mutex::default() }
     }
 
     /// Reads about so many bytes from the device at a time.
@@ -60,7 +64,7 @@ impl<'a, B: Nvfp4Kernels> Live<'a, B> {
         mut take: impl FnMut(FloatType, &[u8]) -> Result<(), ModelError>,
     ) -> Result<(), ModelError> {
         let field = self.field(name).ok_or_else(|| ModelError::missing(self.path(), name))?;
-        let mut fetched = self.fetched.borrow_mut();
+        let mut fetched = self.fetched.lock().unwrap_or_else(PoisonError::into_inner);
         while !rows.is_empty() {
             let holds = |f: &&Fetched| f.name == name && f.rows.contains(&rows.start);
             if fetched.iter().find(holds).is_none() {

@@ -8,17 +8,20 @@ use crate::{
     ModelError,
     config::Qwen3Config,
     model::Qwen3,
-    names::HEAD,
+    names::{DOWN_PROJ, EMBEDDING, GATE_PROJ, HEAD, K_PROJ, O_PROJ, Q_PROJ, UP_PROJ, V_PROJ, in_block},
     tensors::{Stored, Tensors},
 };
 use backend_nvfp4::{
-    Calibrated, LinearSpec, MasterKind, Nvfp4Error, Nvfp4Kernels, Nvfp4Linear, Nvfp4Tensor, layout, reference,
+    Calibrated, LinearSpec, MasterKind, Nvfp4Error, Nvfp4Kernels, Nvfp4Linear, Nvfp4Tensor, Packed, layout, reference,
 };
 use burn::{
     module::Param,
     tensor::{DType, Tensor, backend::Backend},
 };
-use std::collections::HashSet;
+use std::{
+    collections::HashSet,
+    sync::mpsc::{Receiver, SyncSender, sync_channel},
+};
 
 /// What the model is loaded for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -51,10 +54,17 @@ pub fn load<B: Nvfp4Kernels>(
         Purpose::Infer => None,
     };
     let forge = Forge { master, spec, device, next_id: 0 };
-    let mut loader = Loader { tensors, forge, used: HashSet::new() };
-    let model = build(config, spec, has_head, &mut loader)?;
+    let (model, used) = std::thread::scope(|scope| {
+        let (sender, ahead) = sync_channel(1);
+        if !tensors.is_outline() {
+            scope.spawn(move || read_ahead(tensors, config.num_hidden_layers, &sender));
+        }
+        let mut loader = Loader { tensors, forge, used: HashSet::new(), ahead: Some(ahead) };
+        // The loader goes, and with it what the thread would send to.
+        build(config, spec, has_head, &mut loader).map(|model| (model, loader.used))
+    })?;
     let mut unknown = tensors.names();
-    unknown.retain(|n| !loader.used.contains(n));
+    unknown.retain(|n| !used.contains(n));
     if !unknown.is_empty() {
         let shown = unknown[..unknown.len().min(10)].join(", ");
         let reason = match unknown.len() {
@@ -66,11 +76,31 @@ pub fn load<B: Nvfp4Kernels>(
     Ok(model)
 }
 
+/// An NVFP4 tensor that was read, and its name.
+type Read = (String, Result<Packed, ModelError>);
+
+/// Reads the NVFP4 tensors of a model in the order in which [`build`] asks for them, one in front of the other: a thread that
+/// uploads one has not to wait for the disk then. It ends when nobody takes them any more.
+fn read_ahead(tensors: &dyn Tensors, blocks: usize, sender: &SyncSender<Read>) {
+    let linears = [Q_PROJ, K_PROJ, V_PROJ, O_PROJ, GATE_PROJ, UP_PROJ, DOWN_PROJ];
+    let of_blocks = (0..blocks).flat_map(|i| linears.map(|part| in_block(i, part)));
+    for name in std::iter::once(EMBEDDING.to_owned()).chain(of_blocks).chain([HEAD.to_owned()]) {
+        if let Some(Stored::Packed { .. }) = tensors.stored(&name) {
+            let packed = tensors.read_packed(&name);
+            if sender.send((name, packed)).is_err() {
+                return;
+            }
+        }
+    }
+}
+
 struct Loader<'a, B: Backend> {
     tensors: &'a dyn Tensors,
     forge: Forge<'a, B>,
     /// Names of the tensors that the model took.
     used: HashSet<String>,
+    /// The tensors that [`read_ahead`] has read.
+    ahead: Option<Receiver<Read>>,
 }
 
 impl<B: Nvfp4Kernels> Loader<'_, B> {
@@ -93,11 +123,18 @@ impl<B: Nvfp4Kernels> Loader<'_, B> {
     }
 
     /// Uploads an NVFP4 matrix of the file and checks its scales.
-    fn packed(&self, name: &str, [rows, cols]: [usize; 2]) -> Result<Nvfp4Tensor<B>, ModelError> {
+    fn packed(&mut self, name: &str, [rows, cols]: [usize; 2]) -> Result<Nvfp4Tensor<B>, ModelError> {
         if self.tensors.is_outline() {
             return Ok(Nvfp4Tensor::zeros(rows, cols, self.forge.device));
         }
-        let packed = self.tensors.read_packed(name)?;
+        let packed = match self.ahead.as_ref().and_then(|ahead| ahead.recv().ok()) {
+            Some((next, packed)) if next == name => packed?,
+            _ => {
+                // The order is another one than expected, so that nothing more is to be read ahead.
+                self.ahead = None;
+                self.tensors.read_packed(name)?
+            }
+        };
         let tensor = Nvfp4Tensor::new(packed, rows, cols, self.forge.device).map_err(ModelError::nvfp4(name))?;
         // CubeCL counts uploaded bytes in 32 bits until a kernel is launched. This one lets codes exceed 4 GiB.
         drop(Tensor::<B, 1>::zeros([1], self.forge.device));
