@@ -97,7 +97,9 @@ fn a_call_of_a_tool_goes_to_the_client_and_back() {
     let pieces: Vec<Value> = events[..events.len() - 1].iter().map(|e| serde_json::from_str(e).unwrap()).collect();
     let deltas: Vec<&Value> = pieces.iter().map(|piece| &piece["choices"][0]["delta"]).collect();
     let texts: Vec<&str> = deltas.iter().filter_map(|delta| delta["content"].as_str()).collect();
-    assert_eq!(texts, ["", "One moment."], "the text in front of a call does not wait for the call");
+    assert_eq!(texts, ["", "One moment."]);
+    let waited = deltas.iter().any(|delta| delta.get("tool_calls").is_some() && !delta["content"].is_null());
+    assert!(!waited, "the text in front of a call has waited for the call: {deltas:?}");
     let calls: Vec<&Value> = deltas.iter().filter_map(|delta| delta.get("tool_calls")).collect();
     assert!(calls.len() == 1 && calls[0][0]["function"] == called["function"], "{calls:?}");
     assert_eq!(pieces.last().unwrap()["choices"][0]["finish_reason"], "tool_calls");
@@ -778,7 +780,7 @@ fn slow_heads_and_bodies_do_not_keep_good_clients_out() {
     let head = "GET /health HTTP/1.1\r\nHost: loc".to_owned();
     let body = format!("POST {COMPLETION} HTTP/1.1\r\nHost: localhost\r\n{JSON}\r\nContent-Length: 99\r\n\r\n{{");
     let mut slow = Vec::new();
-    for n in 0..1200 {
+    for n in 0..1400 {
         let Ok(mut stream) = TcpStream::connect(server.address) else { continue };
         let _ = stream.write_all(if n < 600 { &head } else { &body }.as_bytes());
         slow.push(stream);
@@ -794,7 +796,7 @@ fn slow_heads_and_bodies_do_not_keep_good_clients_out() {
             assert!(began.elapsed() < Duration::from_secs(5), "behind {n} slow clients: {:?}", began.elapsed());
         }
     }
-    assert!(slow.len() > 1120, "{}", slow.len());
+    assert!(slow.len() > 1300, "{}", slow.len());
 }
 
 /// The events of a stream, and of each token but those of the first piece the gap in front of it, in seconds: of the server's

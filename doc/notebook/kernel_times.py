@@ -99,6 +99,7 @@ def main():
     parser.add_argument("--once", help="part of the name of a kernel that each step launches once")
     parser.add_argument("--skip", type=int, default=3, help="how many of its launches are not counted")
     parser.add_argument("--rows", type=int, default=40, help="how many kernels are shown")
+    parser.add_argument("--gaps", type=int, default=12, help="how many places are shown where the card waits")
     parser.add_argument("command", nargs="+")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
@@ -123,17 +124,25 @@ def main():
         launches = [launch for launch in launches if first <= launch[0] < last]
     else:
         first, last = launches[0][0], max(end for _, end, _ in launches)
-    count, total, busy, until = collections.Counter(), collections.Counter(), 0, first
+    count, total, busy, until, before = collections.Counter(), collections.Counter(), 0, first, ""
+    gaps, idle = collections.Counter(), collections.Counter()
     for start, end, name in launches:
         count[name] += 1
         total[name] += end - start
         busy += max(0, end - max(start, until))
-        until = max(until, end)
+        if start > until:
+            gaps[before, name] += 1
+            idle[before, name] += start - until
+        if end > until:
+            until, before = end, name
     span = last - first
     print(f"{steps} steps, {span / steps / 1e6:.2f} ms each, {len(launches) / steps:.0f} launches each; "
           f"the card computes {100 * busy / span:.1f} % of the time")
     for name, time in total.most_common(args.rows):
         print(f"{100 * time / span:5.1f} %  {time / steps / 1e6:8.3f} ms  {count[name] / steps:7.1f} x  {name}")
+    print("the longest waits of the card: all together, how many, behind and in front of which kernel")
+    for pair, time in idle.most_common(args.gaps):
+        print(f"{100 * time / span:5.1f} %  {time / steps / 1e6:8.3f} ms  {gaps[pair] / steps:7.1f} x  {pair[0]} | {pair[1]}")
 
 
 if __name__ == "__main__":
