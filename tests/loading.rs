@@ -2,17 +2,22 @@
 //! training as by inference; what a file holds can be listed and compared.
 
 use crate::support::{
-    files::{ok, run, tiny_model},
+    Cpu,
+    files::{F32, ok, run, tiny_model},
     golden,
     scripted::{read_tensors, write_tensors},
     spec,
 };
+use backend_nvfp4::Packed;
 use model_qwen3::{
+    ModelError,
+    config::Qwen3Config,
     container::Container,
     tensors::{Stored, Tensors},
+    weights::{self, Purpose},
 };
 use serde_json::Value;
-use std::{collections::BTreeMap, path::Path};
+use std::{collections::BTreeMap, ops::Range, path::Path, sync::Mutex};
 
 /// Both commands that load a model refuse it with exit code 6 and these words.
 fn refused(dir: &Path, model: &str, words: &[&str]) {
@@ -29,6 +34,51 @@ fn refused(dir: &Path, model: &str, words: &[&str]) {
         assert!(!stderr.contains("panicked"), "{stderr}");
         let _ = std::fs::remove_dir_all(dir.join("run"));
     }
+}
+
+/// The tensors of a file, and the names of NVFP4 tensors that were read from it.
+struct Heard(Container, Mutex<Vec<String>>);
+
+impl Tensors for Heard {
+    fn path(&self) -> &Path {
+        self.0.path()
+    }
+
+    fn names(&self) -> Vec<String> {
+        self.0.names()
+    }
+
+    fn stored(&self, name: &str) -> Option<Stored> {
+        self.0.stored(name)
+    }
+
+    fn read_rows(&self, name: &str, rows: Range<usize>) -> Result<Vec<f32>, ModelError> {
+        self.0.read_rows(name, rows)
+    }
+
+    fn read_packed(&self, name: &str) -> Result<Packed, ModelError> {
+        self.1.lock().unwrap().push(name.to_owned());
+        self.0.read_packed(name)
+    }
+}
+
+/// Tensors are read before the loader asks for them. In another order than the loader's, it would read them again.
+#[test]
+fn each_nvfp4_tensor_is_read_once() {
+    let dir = tempfile::tempdir().unwrap();
+    let d = dir.path();
+    tiny_model(&d.join("m"), true);
+    ok(d, &["convert", "m", "x.dat", "--dtype", "nvfp4", "--head", "nvfp4"]);
+    let config = Qwen3Config::from_file(&d.join("m/config.json")).unwrap();
+    let heard = Heard(Container::open(&d.join("x.dat")).unwrap(), Mutex::default());
+    weights::load::<Cpu>(&heard, &config, F32, Purpose::Infer, &Default::default()).unwrap();
+    let is_packed = |name: &String| matches!(heard.stored(name), Some(Stored::Packed { .. }));
+    let mut packed: Vec<String> = heard.names().into_iter().filter(is_packed).collect();
+    let mut read = heard.1.lock().unwrap().clone();
+    assert!(packed.len() > 7 && packed.iter().any(|name| name == "lm_head.weight"), "{packed:?}");
+    packed.sort();
+    read.sort();
+    assert_eq!(read, packed);
 }
 
 #[test]

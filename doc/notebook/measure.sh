@@ -4,7 +4,7 @@
 #
 #   doc/notebook/measure.sh TRAIN_CLI TOKENIZER_FOLDER CONFIGS_FOLDER OUT [ROWS.tsv]
 #
-# CONFIGS_FOLDER: config-4b.json, config-8b.json, config-32b.json, config-4-layers.json (Qwen3 shapes; the last for ncu).
+# CONFIGS_FOLDER: config-4b.json, config-8b.json, config-32b.json (Qwen3 shapes).
 # ROWS.tsv: real rows for the 32B run. PROMISES=path of the built test binary runs it on CUDA first.
 set -u
 program=$1 tokenizer=$2 configs=$3 out=$4 rows=${5:-}
@@ -49,20 +49,7 @@ fi
 say "$(timeout 120 python3 "$(dirname "$0")/train_torch.py" "$configs/config-4b.json" 2>&1 | tail -2)"
 say "$(timeout 60 "$program" bench kernels --filter adamw 2>&1 | tail -8)"
 
-# Where a step goes: kernel times of the second step of four layers.
-ncu=$(command -v ncu || ls -d /opt/nvidia/nsight-compute/*/ncu 2> /dev/null | tail -1)
-[ -n "$ncu" ] && timeout 120 "$ncu" --clock-control none --metrics gpu__time_duration.sum --csv --log-file "$out/ncu.csv" "$program" fit \
-  --tokenizer "$tokenizer" --synthetic --init-config "$configs/config-4-layers.json" --recipe w4a4 --batch-size 1 --clip previous \
-  --max-steps 2 --max-seq-length 2048 --undo-copy false --save-strategy no --eval-steps 0 --device cuda --overwrite --output-dir "$out/run" 2> "$out/ncu.err" &&
-  say "$(python3 - "$out/ncu.csv" <<'PY'
-import collections, csv, re, sys
-rows = list(csv.DictReader(line for line in open(sys.argv[1]) if line.startswith('"')))
-time = lambda r: float(r["Metric Value"].replace(",", "")) / (1e3 if r["Metric Unit"] in ("ns", "nsecond") else 1)
-first = next(i for i, r in enumerate(rows) if "rms_norm" in r["Kernel Name"])
-step = rows[first + (len(rows) - first) // 2:]
-total, sums = sum(map(time, step)), collections.Counter()
-for r in step:
-    sums[re.sub(r"_?kernel.*", "", r["Kernel Name"])] += time(r)
-print(f"one step {total / 1e3:.1f} ms, {len(step)} launches:", ", ".join(f"{n} {t / 1e3:.2f}" for n, t in sums.most_common(14)))
-PY
-)"
+# Where a step goes, and where the card waits.
+say "$(timeout 120 python3 "$(dirname "$0")/kernel_times.py" --steps 8 --rows 14 --gaps 4 -- "$program" fit --tokenizer "$tokenizer" $small \
+  --batch-size 1 --max-steps 8 --max-seq-length 2048 --save-strategy no --eval-steps 0 --device cuda --overwrite --output-dir "$out/run" \
+  2> "$out/kernels.err")"

@@ -25,6 +25,7 @@ pub fn rotary<B: Backend>(positions: Vec<u32>, head_dim: usize, theta: f64, devi
         let fill = |(row, angles): (usize, &mut [f32])| {
             angles.iter_mut().zip(&inverse).for_each(|(x, w)| *x = f((first + row) as f32 * w));
         };
+        // Rows that two threads would not share stay on this thread, as the single row of a decode step does.
         if end - first < 2 * ROWS {
             values.chunks_mut(half).enumerate().for_each(fill);
         } else {

@@ -2,13 +2,13 @@
 
 use super::{
     forge::{DenseForm, Forge},
-    structure::{Source, build},
+    structure::{Source, build, matrices},
 };
 use crate::{
     ModelError,
     config::Qwen3Config,
     model::Qwen3,
-    names::{DOWN_PROJ, EMBEDDING, GATE_PROJ, HEAD, K_PROJ, O_PROJ, Q_PROJ, UP_PROJ, V_PROJ, in_block},
+    names::HEAD,
     tensors::{Stored, Tensors},
 };
 use backend_nvfp4::{
@@ -60,7 +60,7 @@ pub fn load<B: Nvfp4Kernels>(
             scope.spawn(move || read_ahead(tensors, config.num_hidden_layers, &sender));
         }
         let mut loader = Loader { tensors, forge, used: HashSet::new(), ahead: Some(ahead) };
-        // The loader goes, and with it what the thread would send to.
+        // The receiver is dropped with the loader, also after an error, which ends the thread.
         build(config, spec, has_head, &mut loader).map(|model| (model, loader.used))
     })?;
     let mut unknown = tensors.names();
@@ -79,17 +79,14 @@ pub fn load<B: Nvfp4Kernels>(
 /// An NVFP4 tensor that was read, and its name.
 type Read = (String, Result<Packed, ModelError>);
 
-/// Reads the NVFP4 tensors of a model in the order in which [`build`] asks for them, one in front of the other: a thread that
-/// uploads one has not to wait for the disk then. It ends when nobody takes them any more.
+/// Reads the NVFP4 tensors of a model before [`build`] asks for them, so that the thread that uploads them need not wait for the
+/// disk. At most two are in memory before they are asked for. Ends when `sender` has no receiver.
 fn read_ahead(tensors: &dyn Tensors, blocks: usize, sender: &SyncSender<Read>) {
-    let linears = [Q_PROJ, K_PROJ, V_PROJ, O_PROJ, GATE_PROJ, UP_PROJ, DOWN_PROJ];
-    let of_blocks = (0..blocks).flat_map(|i| linears.map(|part| in_block(i, part)));
-    for name in std::iter::once(EMBEDDING.to_owned()).chain(of_blocks).chain([HEAD.to_owned()]) {
-        if let Some(Stored::Packed { .. }) = tensors.stored(&name) {
-            let packed = tensors.read_packed(&name);
-            if sender.send((name, packed)).is_err() {
-                return;
-            }
+    let is_packed = |name: &String| matches!(tensors.stored(name), Some(Stored::Packed { .. }));
+    for name in matrices(blocks).filter(is_packed) {
+        let packed = tensors.read_packed(&name);
+        if sender.send((name, packed)).is_err() {
+            return;
         }
     }
 }
@@ -130,7 +127,7 @@ impl<B: Nvfp4Kernels> Loader<'_, B> {
         let packed = match self.ahead.as_ref().and_then(|ahead| ahead.recv().ok()) {
             Some((next, packed)) if next == name => packed?,
             _ => {
-                // The order is another one than expected, so that nothing more is to be read ahead.
+                // The thread reads in another order. Without a receiver it ends.
                 self.ahead = None;
                 self.tensors.read_packed(name)?
             }

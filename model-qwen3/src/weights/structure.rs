@@ -63,6 +63,13 @@ pub(super) fn build<B: Nvfp4Kernels, Origin: Source<B>>(
     Ok(Qwen3::new(config.clone(), spec, embed_tokens, layers, norm, lm_head))
 }
 
+/// The names of all matrices that a model with so many blocks can have, in the order in which [`build`] asks for them.
+pub(super) fn matrices(blocks: usize) -> impl Iterator<Item = String> {
+    let parts = [Q_PROJ, K_PROJ, V_PROJ, O_PROJ, GATE_PROJ, UP_PROJ, DOWN_PROJ];
+    let of_blocks = (0..blocks).flat_map(move |i| parts.map(|part| in_block(i, part)));
+    std::iter::once(EMBEDDING.to_owned()).chain(of_blocks).chain([HEAD.to_owned()])
+}
+
 /// A tensor of a model.
 #[derive(Debug)]
 pub enum Field<'a, B: Backend> {

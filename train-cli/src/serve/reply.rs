@@ -176,27 +176,26 @@ pub(super) struct Sent {
     /// Tokens with log probabilities, and their text.
     tokens: usize,
     place: Place,
-    /// The text of the answer so far, if the request has tools.
-    heard: String,
-    /// Bytes of that text that were sent.
+    /// Bytes of text, if the request has tools.
     bytes: usize,
+    /// The text behind them that is held back.
+    held: String,
 }
 
 impl Sent {
-    /// Hears more text. Returns what was not sent yet, up to where a call of a tool begins or could begin, without white space in
-    /// front of that. Each such text is also the next part of what [`Reply::content_and_calls`] finds in the complete answer.
+    /// Hears more text. Returns what can be sent: the text up to where a call of a tool begins or could begin, without white space
+    /// in front of the call. [`Reply::content_and_calls`] begins with the same text once the answer is complete.
     fn in_front_of_calls(&mut self, piece: &str) -> String {
-        self.heard += piece;
-        let thought = end_of_thought(&self.heard);
-        let (certain, _) = StopText::new(&[CALL[0].to_owned()]).push(&self.heard[thought..]);
-        let end = self.heard[..thought + certain.len()].trim_end().len().max(self.bytes);
-        let text = self.heard[self.bytes..end].to_owned();
-        self.bytes = end;
-        text
+        self.held += piece;
+        let thought = end_of_thought(&self.held);
+        let (certain, _) = StopText::new(&[CALL[0].to_owned()]).push(&self.held[thought..]);
+        let end = self.held[..thought + certain.len()].trim_end().len();
+        self.bytes += end;
+        self.held.drain(..end).collect()
     }
 }
 
-/// Where the thought of an answer ends, which may speak of calls of tools.
+/// Where the thought in a text ends, or 0. A thought may speak of calls without making one.
 fn end_of_thought(text: &str) -> usize {
     text.rfind(THOUGHT_END).map_or(0, |at| at + THOUGHT_END.len())
 }
