@@ -90,7 +90,7 @@ impl Gpu {
 
     /// A buffer of `values`, rounded to `ty`.
     pub(super) fn put(&self, values: &[f64], ty: StorageType) -> Data {
-        let bytes: Vec<u8> = values.iter().flat_map(|x| encoded(*x, ty)).collect();
+        let bytes = encoded(values, ty);
         let dtype = match ty {
             BF16 => DType::BF16,
             F16 => DType::F16,
@@ -250,11 +250,11 @@ pub(super) fn rounding(ty: StorageType) -> f64 {
     }
 }
 
-fn encoded(x: f64, ty: StorageType) -> Vec<u8> {
+fn encoded(values: &[f64], ty: StorageType) -> Vec<u8> {
     match ty {
-        BF16 => bf16::from_f64(x).to_le_bytes().to_vec(),
-        F16 => f16::from_f64(x).to_le_bytes().to_vec(),
-        _ => (x as f32).to_le_bytes().to_vec(),
+        BF16 => values.iter().flat_map(|x| bf16::from_f64(*x).to_le_bytes()).collect(),
+        F16 => values.iter().flat_map(|x| f16::from_f64(*x).to_le_bytes()).collect(),
+        _ => values.iter().flat_map(|x| (*x as f32).to_le_bytes()).collect(),
     }
 }
 

@@ -36,8 +36,9 @@ const SOURCES: [(&str, &str); 10] = [
 ];
 
 /// Options for a kernel's text. The instrumentation reports every access to memory to the emulator.
-const OPTIONS: [&str; 6] =
-    ["-std=c++20", "-O0", "-w", "-fsanitize=thread", "-fno-strict-aliasing", "-ffp-contract=off"];
+/// Without exceptions Clang selects instructions the fast way.
+const OPTIONS: [&str; 7] =
+    ["-std=c++20", "-O0", "-w", "-fsanitize=thread", "-fno-strict-aliasing", "-ffp-contract=off", "-fno-exceptions"];
 
 /// The machine's C++ compiler, or None.
 pub(crate) fn compiler() -> Option<&'static str> {
@@ -147,8 +148,9 @@ fn compile(text: &str, program: &Path) -> Result<PathBuf, String> {
         let source = program.with_extension("cpp");
         fs::write(&source, text).map_err(|e| e.to_string())?;
         let object = program.with_extension("o");
-        let include = format!("-I{}", machine[0].parent().unwrap_or(Path::new(".")).display());
-        call(Command::new(compiler_name()?).args(OPTIONS).arg(include).arg("-c").arg(&source).arg("-o").arg(&object))?;
+        let header = machine[0].with_file_name("cuda.h");
+        let mut compiler = Command::new(compiler_name()?);
+        call(compiler.args(OPTIONS).arg("-include").arg(header).arg("-c").arg(&source).arg("-o").arg(&object))?;
         // Another process may do the same: the program appears whole.
         let part = program.with_extension(format!("{}", std::process::id()));
         call(Command::new(compiler_name()?).arg(&object).args(machine).arg("-o").arg(&part))?;
@@ -170,8 +172,7 @@ pub(crate) fn output_of(source: &str) -> Result<Vec<u8>, String> {
     Ok(Command::new(&program).output().map_err(|e| e.to_string())?.stdout)
 }
 
-/// The object files of the emulator itself. They are kept in the target folder, named by what they are made of, with the
-/// precompiled form of the headers.
+/// The object files of the emulator itself. They are kept in the target folder, named by what they are made of, beside the headers.
 fn machine() -> Result<&'static [PathBuf], String> {
     static OBJECTS: OnceLock<Result<Vec<PathBuf>, String>> = OnceLock::new();
     let built = OBJECTS.get_or_init(|| {
@@ -185,6 +186,7 @@ fn machine() -> Result<&'static [PathBuf], String> {
             // Another process may have been faster: its files are the same.
             let done = fs::rename(part.path(), &machine);
             done.or_else(|e| if machine.exists() { Ok(()) } else { Err(e) }).map_err(|e| e.to_string())?;
+            precompile(&machine.join("cuda.h"))?;
         }
         let names = SOURCES.iter().map(|(name, _)| Path::new(name)).filter(|name| is_text(name));
         Ok(names.map(|name| machine.join(name).with_extension("o")).collect())
@@ -200,10 +202,16 @@ fn compile_machine(folder: &Path) -> Result<(), String> {
         let object = path.with_extension("o");
         call(Command::new(compiler_name()?).args(["-std=c++20", "-O2", "-c"]).arg(&path).arg("-o").arg(&object))?;
     }
-    // GCC takes the precompiled form in place of the headers, which are half of what it reads for a small kernel.
-    let (header, precompiled) = (folder.join("cuda.h"), folder.join("cuda.h.gch"));
+    Ok(())
+}
+
+/// Precompiles the headers, which are half of what the compiler reads for a small kernel. GCC and Clang take the precompiled form
+/// in place of `header`, if it is there. Clang remembers where the headers lie.
+fn precompile(header: &Path) -> Result<(), String> {
+    let part = header.with_extension(format!("{}", std::process::id()));
     let header_only = ["-x", "c++-header"];
-    call(Command::new(compiler_name()?).args(OPTIONS).args(header_only).arg(&header).arg("-o").arg(&precompiled))
+    call(Command::new(compiler_name()?).args(OPTIONS).args(header_only).arg(header).arg("-o").arg(&part))?;
+    fs::rename(part, header.with_extension("h.gch")).map_err(|e| e.to_string())
 }
 
 fn is_text(path: &Path) -> bool {

@@ -1,4 +1,4 @@
-//! CUDA C++ as the host compiler takes it: the emulator's headers in place of CUDA's, inline assembly as function calls.
+//! CUDA C++ as the host compiler takes it: without CUDA's headers, inline assembly as function calls.
 
 use kernels_cubecl::cuda_source::Launch;
 
@@ -9,7 +9,7 @@ pub(super) fn for_the_host(launch: &Launch) -> String {
     let kernel = numbered_barriers(&assembly_as_calls(&without_headers.join("\n")));
     let entry = &launch.entry;
     format!(
-        "#include \"cuda.h\"\n#line 1\n{kernel}\n\
+        "#line 1\n{kernel}\n\
          extern \"C\" int emulated_arguments() {{ return emulated_arity(&{entry}); }}\n\
          extern \"C\" void emulated_kernel(void** arguments) {{ emulated_call(&{entry}, arguments); }}\n"
     )

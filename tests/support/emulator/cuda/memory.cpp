@@ -2,6 +2,7 @@
 // instrumentation for thread sanitizers, which calls a function before every access to memory. The functions are here:
 // an access must lie in a buffer of the launch, in the cube's shared memory, or in the unit's own variables.
 #include <algorithm>
+#include <bit>
 #include <cstdio>
 #include <cstring>
 #include <deque>
@@ -373,6 +374,17 @@ ACCESS(8)
 ACCESS(16)
 extern "C" void __tsan_read_range(void* p, size_t size) { machine::access(p, size, false, 1); }
 extern "C" void __tsan_write_range(void* p, size_t size) { machine::access(p, size, true, 1); }
+// Clang copies structures by these. Those of up to 16 bytes are vectors, which a GPU takes from aligned addresses only.
+static size_t alignment(size_t size) { return size <= 16 && std::has_single_bit(size) ? size : 1; }
+extern "C" void* __tsan_memcpy(void* to, const void* from, size_t size) {
+  machine::access(from, size, false, alignment(size));
+  machine::access(to, size, true, alignment(size));
+  return std::memcpy(to, from, size);
+}
+extern "C" void* __tsan_memset(void* to, int byte, size_t size) {
+  machine::access(to, size, true, alignment(size));
+  return std::memset(to, byte, size);
+}
 extern "C" void __tsan_init() {}
 extern "C" void __tsan_func_entry(void*) {}
 extern "C" void __tsan_func_exit() {}
