@@ -3,7 +3,7 @@
 use crate::recipe::Precision;
 use burn::tensor::{
     Bool, Int, Tensor, TensorData,
-    backend::Backend,
+    backend::{AutodiffBackend, Backend},
     ops::{FloatTensor, IntTensor},
 };
 use std::sync::Arc;
@@ -17,6 +17,17 @@ pub struct Rotary<B: Backend> {
     pub sin: FloatTensor<B>,
     /// The row of `cos` and `sin` that each token uses, `[M]`.
     pub positions: IntTensor<B>,
+}
+
+impl<AB: AutodiffBackend> Rotary<AB> {
+    /// The same angles for the inner backend.
+    pub fn inner(&self) -> Rotary<AB::InnerBackend> {
+        Rotary {
+            cos: AB::inner(self.cos.clone()),
+            sin: AB::inner(self.sin.clone()),
+            positions: AB::int_inner(self.positions.clone()),
+        }
+    }
 }
 
 /// Which tokens see each other. M new tokens form rows of equal length, each row is cut into documents, and a token
@@ -57,17 +68,6 @@ impl<B: Backend> Documents<B> {
         self.row_starts.len()
     }
 
-    /// The same documents for another backend that shares the Int tensors, as `Autodiff` and its inner backend do.
-    pub(crate) fn on<Other: Backend<IntTensorPrimitive = IntTensor<B>>>(&self) -> Documents<Other> {
-        Documents {
-            rows: self.rows,
-            past: self.past,
-            starts: self.starts.clone(),
-            ends: self.ends.clone(),
-            row_starts: self.row_starts.clone(),
-        }
-    }
-
     /// A mask `[rows, 1, T, keys]` that is true where a query must not look, or `None` if every query sees every key. A row has
     /// `keys` keys. Those behind its newest token are padding.
     pub(crate) fn hidden(&self, keys: usize, device: &B::Device) -> Option<Tensor<B, 4, Bool>> {
@@ -78,6 +78,19 @@ impl<B: Backend> Documents<B> {
         let sees = |m: usize, j: usize| j >= self.row_starts[m] as usize && j <= self.past + m % t;
         let mask: Vec<bool> = (0..self.tokens()).flat_map(|m| (0..keys).map(move |j| !sees(m, j))).collect();
         Some(Tensor::from_data(TensorData::new(mask, [self.rows, 1, t, keys]), device))
+    }
+}
+
+impl<AB: AutodiffBackend> Documents<AB> {
+    /// The same documents for the inner backend.
+    pub fn inner(&self) -> Documents<AB::InnerBackend> {
+        Documents {
+            rows: self.rows,
+            past: self.past,
+            starts: AB::int_inner(self.starts.clone()),
+            ends: AB::int_inner(self.ends.clone()),
+            row_starts: self.row_starts.clone(),
+        }
     }
 }
 

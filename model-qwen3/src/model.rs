@@ -19,7 +19,10 @@ use backend_nvfp4::{
 };
 use burn::{
     module::{Module, Param},
-    tensor::{DType, Int, Tensor, TensorData, backend::Backend},
+    tensor::{
+        DType, Int, Tensor, TensorData,
+        backend::{AutodiffBackend, Backend},
+    },
 };
 use std::sync::Arc;
 
@@ -120,6 +123,21 @@ pub struct Context<B: Backend> {
     block: usize,
     /// What takes in the inputs of linear layers, in a calibration.
     inputs: Option<Arc<InputMaxima<B>>>,
+}
+
+impl<AB: AutodiffBackend> Context<AB> {
+    /// The same context for the inner backend, without a calibration.
+    pub fn inner(&self) -> Context<AB::InnerBackend> {
+        Context {
+            rotary: self.rotary.inner(),
+            documents: self.documents.iter().map(Documents::inner).collect(),
+            spec: self.spec,
+            attention: self.attention,
+            eps: self.eps,
+            block: self.block,
+            inputs: None,
+        }
+    }
 }
 
 impl<B: Nvfp4Backend> Context<B> {

@@ -93,11 +93,7 @@ impl<B: Nvfp4Kernels, Strategy: CheckpointStrategy> Nvfp4Backend for Autodiff<B,
                 });
             }
         }
-        let rotary = Rotary {
-            cos: rotary.cos.primitive.clone(),
-            sin: rotary.sin.primitive.clone(),
-            positions: rotary.positions.clone(),
-        };
+        let rotary = rotary.inner();
         let y = B::norm_rope(x.primitive.clone(), w.primitive.clone(), &rotary, eps);
         match NormRope.prepare::<Strategy>([x.node, w.node]).compute_bound().stateful() {
             OpsKind::Tracked(prep) => prep.finish((x.primitive, w.primitive, rotary, eps), y),
@@ -139,7 +135,7 @@ impl<B: Nvfp4Kernels, Strategy: CheckpointStrategy> Nvfp4Backend for Autodiff<B,
                 });
             }
         }
-        let docs = docs.on::<B>();
+        let docs = docs.inner();
         let [q_in, k_in, v_in] = [&q, &k, &v].map(|x| x.primitive.clone());
         let (y, lse) = B::attention_saving(q_in, k_in, v_in, &docs, spec);
         match Attention.prepare::<Strategy>([q.node, k.node, v.node]).compute_bound().stateful() {

@@ -81,7 +81,8 @@ impl<B: Nvfp4Backend> Trainee<B> {
 
     /// The loss of a micro-batch, `[1]`, computed in one graph.
     pub fn batch_loss(&self, batch: &MicroBatch) -> Tensor<B, 1> {
-        let (mut h_MD, context) = self.begin(batch);
+        let context = self.context(batch);
+        let mut h_MD = self.begin(batch);
         for (i, block) in self.model().layers.iter().enumerate() {
             watchdog::moved();
             h_MD = block.forward(h_MD, &self.model().of_block(&context, i));
@@ -89,14 +90,14 @@ impl<B: Nvfp4Backend> Trainee<B> {
         self.head_loss(h_MD, batch)
     }
 
-    /// The input of the first block, `[M, D]`, and the context of every block.
-    pub fn begin(&self, batch: &MicroBatch) -> (Tensor<B, 2>, Context<B>) {
+    /// The input of the first block, `[M, D]`.
+    pub fn begin(&self, batch: &MicroBatch) -> Tensor<B, 2> {
         let model = self.model();
         let ids = ids_tensor(&batch.padded(), model.config(), &model.device());
-        (model.embed(ids.expect("the data loader checks ids against the vocabulary")), self.context(batch))
+        model.embed(ids.expect("the data loader checks ids against the vocabulary"))
     }
 
-    /// The positions of a micro-batch's tokens and the documents that each of them attends to.
+    /// What every block is told of a micro-batch: the positions of its tokens, and the documents that each of them attends to.
     pub fn context(&self, batch: &MicroBatch) -> Context<B> {
         let (positions, starts) = batch.places();
         self.model().context(&[Places { rows: batch.ids.len(), past: 0, positions, starts }])

@@ -30,7 +30,9 @@ impl<B: Nvfp4Kernels> Pass<'_, B> {
     where
         AB: TrainingBackend<InnerBackend = B>,
     {
-        let (traces, h_MD) = forward(net, batch, self.kept);
+        // Its tables are made on the host, so the forward and the backward share one.
+        let context = net.context(batch);
+        let (traces, h_MD) = forward(net, batch, &context, self.kept);
         let HeadPass { loss, dy_MD, tied_VD } = match self.head(net, batch, h_MD) {
             Ok(head) => head,
             Err(error) => {
@@ -41,7 +43,7 @@ impl<B: Nvfp4Kernels> Pass<'_, B> {
                 return Err(error);
             }
         };
-        let dx_MD = self.blocks(net, batch, traces, dy_MD)?;
+        let dx_MD = self.blocks(net, &context, traces, dy_MD)?;
         self.embedding(net, batch, dx_MD, tied_VD);
         self.note(net, "backward_done")?;
         Ok(loss)
@@ -85,19 +87,18 @@ impl<B: Nvfp4Kernels> Pass<'_, B> {
     fn blocks<AB>(
         &mut self,
         net: &mut Trainee<AB>,
-        batch: &MicroBatch,
+        context: &Context<AB>,
         traces: Vec<Trace<AB>>,
         mut dy_MD: Tensor<B, 2>,
     ) -> Result<Tensor<B, 2>, CliError>
     where
         AB: TrainingBackend<InnerBackend = B>,
     {
-        let context = net.context(batch);
         for (nth, trace) in traces.into_iter().enumerate().rev() {
             let i = net.first_trained() + nth;
             let block = &net.model().layers[i];
             let graph = match trace {
-                Trace::Input(x_MD) => Graph::of(block, x_MD, &net.model().of_block(&context, i)),
+                Trace::Input(x_MD) => Graph::of(block, x_MD, &net.model().of_block(context, i)),
                 Trace::Graph(graph) => graph,
             };
             let (grads, dx_MD) = graph.backward(block, dy_MD);
@@ -176,7 +177,12 @@ impl<AB: TrainingBackend> Graph<AB> {
 
 /// The forward: what each trained block leaves for its backward, and the last block's output. The last `kept` blocks leave
 /// their graphs.
-fn forward<AB>(net: &Trainee<AB>, batch: &MicroBatch, kept: usize) -> (Vec<Trace<AB>>, Tensor<AB::InnerBackend, 2>)
+fn forward<AB>(
+    net: &Trainee<AB>,
+    batch: &MicroBatch,
+    context: &Context<AB>,
+    kept: usize,
+) -> (Vec<Trace<AB>>, Tensor<AB::InnerBackend, 2>)
 where
     AB: TrainingBackend,
 {
@@ -184,19 +190,19 @@ where
     let first_kept = blocks.saturating_sub(kept).max(net.first_trained());
     // This second handle on every parameter must end with the forward, or no update would be in place.
     let plain = net.valid();
-    let (mut h_MD, context) = plain.begin(batch);
+    let plain_context = context.inner();
+    let mut h_MD = plain.begin(batch);
     let mut traces = Vec::new();
     for (i, block) in plain.model().layers.iter().enumerate().take(first_kept) {
         watchdog::moved();
         if i >= net.first_trained() {
             traces.push(Trace::Input(h_MD.clone()));
         }
-        h_MD = block.forward(h_MD, &plain.model().of_block(&context, i));
+        h_MD = block.forward(h_MD, &plain.model().of_block(&plain_context, i));
     }
-    let context = net.context(batch);
     for i in first_kept..blocks {
         watchdog::moved();
-        let graph = Graph::of(&net.model().layers[i], h_MD, &net.model().of_block(&context, i));
+        let graph = Graph::of(&net.model().layers[i], h_MD, &net.model().of_block(context, i));
         h_MD = graph.y_MD.clone().inner();
         traces.push(Trace::Graph(graph));
     }
