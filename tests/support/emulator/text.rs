@@ -1,4 +1,5 @@
-//! CUDA C++ as the host compiler takes it: without CUDA's headers, inline assembly as function calls.
+//! CUDA C++ as the host compiler takes it: without CUDA's headers, and with function calls in place of inline
+//! assembly. The compiler is told to read the emulator's header first.
 
 use kernels_cubecl::cuda_source::Launch;
 

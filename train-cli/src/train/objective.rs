@@ -82,7 +82,7 @@ impl<B: Nvfp4Backend> Trainee<B> {
     /// The loss of a micro-batch, `[1]`, computed in one graph.
     pub fn batch_loss(&self, batch: &MicroBatch) -> Tensor<B, 1> {
         let context = self.context(batch);
-        let mut h_MD = self.begin(batch);
+        let mut h_MD = self.embedded(batch);
         for (i, block) in self.model().layers.iter().enumerate() {
             watchdog::moved();
             h_MD = block.forward(h_MD, &self.model().of_block(&context, i));
@@ -91,7 +91,7 @@ impl<B: Nvfp4Backend> Trainee<B> {
     }
 
     /// The input of the first block, `[M, D]`.
-    pub fn begin(&self, batch: &MicroBatch) -> Tensor<B, 2> {
+    pub fn embedded(&self, batch: &MicroBatch) -> Tensor<B, 2> {
         let model = self.model();
         let ids = ids_tensor(&batch.padded(), model.config(), &model.device());
         model.embed(ids.expect("the data loader checks ids against the vocabulary"))

@@ -30,7 +30,7 @@ impl<B: Nvfp4Kernels> Pass<'_, B> {
     where
         AB: TrainingBackend<InnerBackend = B>,
     {
-        // Its tables are made on the host, so the forward and the backward share one.
+        // Its tables are made on the host while the device waits, so the forward and the backward share one context.
         let context = net.context(batch);
         let (traces, h_MD) = forward(net, batch, &context, self.kept);
         let HeadPass { loss, dy_MD, tied_VD } = match self.head(net, batch, h_MD) {
@@ -191,7 +191,7 @@ where
     // This second handle on every parameter must end with the forward, or no update would be in place.
     let plain = net.valid();
     let plain_context = context.inner();
-    let mut h_MD = plain.begin(batch);
+    let mut h_MD = plain.embedded(batch);
     let mut traces = Vec::new();
     for (i, block) in plain.model().layers.iter().enumerate().take(first_kept) {
         watchdog::moved();
