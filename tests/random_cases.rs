@@ -349,8 +349,9 @@ impl<B: Nvfp4Kernels> Case<'_, B> {
             stream: self.stream,
         };
         let chunk = 256 * (1 + self.below(4));
-        let none = Tensor::<B, 1>::zeros([1], (self.device, DType::F32)).into_primitive().tensor();
-        let (squares, verdict) = B::square_sum(x.clone(), none);
+        let zeros = |n| Tensor::<B, 1>::zeros([n], (self.device, DType::F32)).into_primitive().tensor();
+        let place = self.below(3);
+        let (squares, verdict) = B::square_sum(x.clone(), (zeros(3), place), zeros(1));
         let grad = Judged { gradient: grad, verdict: verdict.clone() };
         let (w, _) = B::adamw(w, MasterKind::F32.dense(), grad, state, step, chunk);
         vec![flat::<B>(squares), flat::<B>(verdict), of::<B>(B::accumulated(sum, x)), of::<B>(w)]

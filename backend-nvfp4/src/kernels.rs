@@ -255,9 +255,14 @@ pub trait Nvfp4Kernels: Nvfp4Backend {
         chunk: usize,
     ) -> (Nvfp4Primitive<Self>, AdamwState<Self>);
 
-    /// The sum of the squares of a gradient of any shape, f32 `[1]`, and the verdict on the gradients of a step, f32 `[1]`,
-    /// which grows by 1 if the sum is not finite.
-    fn square_sum(x: FloatTensor<Self>, verdict: FloatTensor<Self>) -> (FloatTensor<Self>, FloatTensor<Self>);
+    /// Writes the sum of the squares of a gradient of any shape to its place among the sums of a step, f32 `[N]`. The verdict on the
+    /// gradients of the step, f32 `[1]`, grows by 1 if the sum is not finite. Returns the sums and the verdict, which are updated in
+    /// place when nothing else holds them.
+    fn square_sum(
+        x: FloatTensor<Self>,
+        sums_and_place: (FloatTensor<Self>, usize),
+        verdict: FloatTensor<Self>,
+    ) -> (FloatTensor<Self>, FloatTensor<Self>);
 
     /// Adds the gradient `dy` `[M, D]` of tokens to the gradient `[V, D]` of an embedding, f32: row m of `dy` to row `ids[m]`. Rows of
     /// one id are added to each other first, in order. The gradient is updated in place when nothing else holds it.

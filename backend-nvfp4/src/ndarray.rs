@@ -335,10 +335,16 @@ impl Nvfp4Kernels for NdArray {
         (device_packed(packed, rows), state.packed())
     }
 
-    fn square_sum(x: FloatTensor<Self>, verdict: FloatTensor<Self>) -> (FloatTensor<Self>, FloatTensor<Self>) {
-        let sum = burn_ops::square_sum::<Self>(x);
-        let finite = floats(sum.clone()).iter().all(|sum| sum.is_finite());
-        (sum, if finite { verdict } else { Self::float_add_scalar(verdict, 1.0.into()) })
+    fn square_sum(
+        x: FloatTensor<Self>,
+        (sums, place): (FloatTensor<Self>, usize),
+        verdict: FloatTensor<Self>,
+    ) -> (FloatTensor<Self>, FloatTensor<Self>) {
+        let sum = floats(burn_ops::square_sum::<Self>(x))[0];
+        let mut sums = array(sums);
+        slice(&mut sums)[place] = sum;
+        let verdict = if sum.is_finite() { verdict } else { Self::float_add_scalar(verdict, 1.0.into()) };
+        (NdArrayTensor::F32(sums.into()), verdict)
     }
 
     fn segment_sum(gradient: FloatTensor<Self>, ids: &[u32], dy: FloatTensor<Self>) -> FloatTensor<Self> {

@@ -14,35 +14,36 @@
 
 use crate::{
     device::{flat_launch, vector_size},
-    error::{KernelError, expect_len},
+    error::{KernelError, expect_len, require},
     reduce::{cube_sum, lanes},
 };
 use cubecl::prelude::*;
 
-/// `out[0] = sum_i x[i]^2`, and `verdict[0] += 1` if that is not finite; both f32. Two launches: up to 1,024 cubes write one
+/// `sums[place] = sum_i x[i]^2`, and `verdict[0] += 1` if that is not finite; both f32. Two launches: up to 1,024 cubes write one
 /// sum each, then one cube adds these.
 ///
 /// # Errors
-/// If `out` or `verdict` does not hold one element.
+/// If `sums` has no such place, or `verdict` does not hold one element.
 pub fn square_sum<R: Runtime>(
     client: &ComputeClient<R>,
     x: ArrayArg<R>,
     dtype: StorageType,
-    out: ArrayArg<R>,
+    (sums, place): (ArrayArg<R>, usize),
     verdict: ArrayArg<R>,
 ) -> Result<(), KernelError> {
-    expect_len("square_sum", "out", out.size(), 1)?;
+    let places = sums.size();
+    require("square_sum", place < places, || format!("there is no place {place} among {places} sums"))?;
     expect_len("square_sum", "verdict", verdict.size(), 1)?;
     let vector = vector_size(client, dtype, x.size());
     let cubes = (x.size() / vector).div_ceil(256 * 8).clamp(1, 1024);
     let scratch = client.empty(cubes * 4);
     let (dim, one) = (CubeDim::new_1d(256), CubeCount::Static(1, 1, 1));
-    // SAFETY: `scratch` holds one f32 a cube, `out` and `verdict` one; both kernels stop at the end of what they read.
+    // SAFETY: `scratch` holds one f32 a cube, `verdict` one, and `sums` has the place; both kernels stop at the end of what they read.
     unsafe {
         let partial = || ArrayArg::from_raw_parts(scratch.clone(), cubes);
         let count = CubeCount::Static(cubes as u32, 1, 1);
         square_sum_kernel::launch_unchecked(client, count, dim, vector, x, partial(), true, dtype);
-        judged_sum_kernel::launch_unchecked(client, one, dim, partial(), out, verdict);
+        judged_sum_kernel::launch_unchecked(client, one, dim, partial(), sums, place as u32, verdict);
     }
     Ok(())
 }
@@ -92,10 +93,15 @@ fn square_sum_kernel<F: Float, N: Size>(
 }
 
 #[cube(launch_unchecked)]
-fn judged_sum_kernel(partial: &Array<Vector<f32, Const<1>>>, out: &mut Array<f32>, verdict: &mut Array<f32>) {
+fn judged_sum_kernel(
+    partial: &Array<Vector<f32, Const<1>>>,
+    sums: &mut Array<f32>,
+    place: u32,
+    verdict: &mut Array<f32>,
+) {
     let total = sum_of_turns(partial, false);
     if UNIT_POS == 0u32 {
-        out[0usize] = total;
+        sums[place as usize] = total;
         if u32::reinterpret(total) & 0x7F80_0000u32 == 0x7F80_0000u32 {
             verdict[0usize] += 1.0f32;
         }

@@ -383,11 +383,14 @@ where
         adamw::packed(w, grad, state, step, chunk)
     }
 
-    fn square_sum(x: FloatTensor<Self>, verdict: FloatTensor<Self>) -> (FloatTensor<Self>, FloatTensor<Self>) {
-        let (x, verdict) = (into_contiguous(x), writable(verdict));
-        let out = empty(&x, [1], DType::F32);
-        launched(gradient::square_sum(&x.client, arg(&x), x.dtype.into(), arg(&out), arg(&verdict)));
-        (out, verdict)
+    fn square_sum(
+        x: FloatTensor<Self>,
+        (sums, place): (FloatTensor<Self>, usize),
+        verdict: FloatTensor<Self>,
+    ) -> (FloatTensor<Self>, FloatTensor<Self>) {
+        let (x, sums, verdict) = (into_contiguous(x), writable(sums), writable(verdict));
+        launched(gradient::square_sum(&x.client, arg(&x), x.dtype.into(), (arg(&sums), place), arg(&verdict)));
+        (sums, verdict)
     }
 
     fn segment_sum(gradient: FloatTensor<Self>, ids: &[u32], dy: FloatTensor<Self>) -> FloatTensor<Self> {

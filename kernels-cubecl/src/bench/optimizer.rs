@@ -83,7 +83,7 @@ impl<'a, R: Runtime> Bench<'a, R> {
             })?;
         }
         self.row(show, "square_sum", shape.clone(), moved(n as f64 * 4.0), |_| {
-            gradient::square_sum(client, self.arg(&g, n), F32, self.arg(&table, 1), self.arg(&other, 1))
+            gradient::square_sum(client, self.arg(&g, n), F32, (self.arg(&table, 1), 0), self.arg(&other, 1))
         })?;
         self.row(show, "accumulate bf16 += f32", shape, moved(n as f64 * 8.0), |_| {
             gradient::accumulate(client, (self.arg(&w, n), BF16), (self.arg(&g, n), F32))

@@ -60,7 +60,7 @@ pub(super) fn optimizer<R: Runtime>(zeros: &Zeros<R>, n: usize) -> Result<(), Ke
                 adamw::adamw_packed(client, w, judged(F32), moments, coding, SOME_STEP, chunk)?;
             }
         }
-        gradient::square_sum(client, zeros.floats(len), F32, zeros.floats(1), zeros.floats(1))?;
+        gradient::square_sum(client, zeros.floats(len), F32, (zeros.floats(1), 0), zeros.floats(1))?;
         gradient::accumulate(client, grad(dtype), grad(F32))?;
     }
     Ok(())

@@ -27,11 +27,16 @@ pub enum Fate {
     },
 }
 
+/// As many sums of squares find room in one tensor, from which the host reads them at once. Qwen3-32B has 707 parameters.
+const ROOM: usize = 1024;
+
 /// The sums of a step's gradients over its micro-batches, and the squares for the norm.
 #[derive(Debug)]
 pub struct Gathered<B: Nvfp4Kernels> {
     sums: HashMap<ParamId, FloatTensor<B>>,
-    squares: Vec<Tensor<B, 1>>,
+    /// The sums of squares of gradients, f32, with room for more than `measured`.
+    squares: Option<FloatTensor<B>>,
+    measured: usize,
     /// The device's verdict on the gradients that were measured ([`Judged`]).
     verdict: Option<FloatTensor<B>>,
     dtype: DType,
@@ -40,7 +45,7 @@ pub struct Gathered<B: Nvfp4Kernels> {
 impl<B: Nvfp4Kernels> Gathered<B> {
     /// No gradients yet. Sums of matrices are stored as `dtype`.
     pub fn new(dtype: DType) -> Self {
-        Self { sums: HashMap::new(), squares: vec![], verdict: None, dtype }
+        Self { sums: HashMap::new(), squares: None, measured: 0, verdict: None, dtype }
     }
 
     /// The global norm of the gradients that were measured since the last call; `None` if there were none.
@@ -48,10 +53,9 @@ impl<B: Nvfp4Kernels> Gathered<B> {
     /// # Errors
     /// If the device fails.
     pub fn norm(&mut self) -> Result<Option<f32>, ModelError> {
-        if self.squares.is_empty() {
-            return Ok(None);
-        }
-        let mut squares = to_host(Tensor::cat(std::mem::take(&mut self.squares), 0))?;
+        let Some(squares) = self.squares.take() else { return Ok(None) };
+        let mut squares = to_host(Tensor::<B, 1>::from_primitive(TensorPrimitive::Float(squares)))?;
+        squares.truncate(std::mem::take(&mut self.measured));
         // The rounding of a sum depends on its order, and that of the gathered gradients is not the same in every process.
         squares.sort_by(f32::total_cmp);
         Ok(Some(squares.iter().map(|&s| f64::from(s)).sum::<f64>().sqrt() as f32))
@@ -67,9 +71,21 @@ impl<B: Nvfp4Kernels> Gathered<B> {
         let verdict = self.verdict(grad);
         // The optimizer has given its handle back, so that the device writes over the old verdict.
         self.verdict = None;
-        let (squares, verdict) = B::square_sum(grad.clone(), verdict);
-        self.squares.push(Tensor::from_primitive(TensorPrimitive::Float(squares)));
+        let place = (self.room_for_squares(grad), self.measured);
+        let (squares, verdict) = B::square_sum(grad.clone(), place, verdict);
+        self.measured += 1;
+        self.squares = Some(squares);
         self.verdict = Some(verdict);
+    }
+
+    /// Takes out the sums of squares, which have room for one more.
+    fn room_for_squares(&mut self, grad: &FloatTensor<B>) -> FloatTensor<B> {
+        let room = || B::float_zeros(Shape::new([ROOM]), &B::float_device(grad), DType::F32.into());
+        match self.squares.take() {
+            None => room(),
+            Some(squares) if self.measured.is_multiple_of(ROOM) => B::float_cat(vec![squares, room()], 0),
+            Some(squares) => squares,
+        }
     }
 
     /// The verdict so far, on the device of a gradient.
