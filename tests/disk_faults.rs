@@ -19,7 +19,7 @@ use std::{
     fs,
     os::unix::process::ExitStatusExt,
     path::Path,
-    process::{Child, Stdio},
+    process::{Child, Command, Stdio},
     time::{Duration, Instant},
 };
 
@@ -69,6 +69,83 @@ fn a_signal_in_front_of_a_disk_operation_loses_nothing() {
 fn every_disk_operation_may_be_the_last() {
     stop(|operations| part((1..=operations).flat_map(|at| SIGNALS.map(|signal| (at, signal))).collect()));
     kill_writers(|operations| part((1..=operations).collect()));
+}
+
+/// A dry run says that the run folder cannot be made, also where the run would name it.
+#[test]
+fn a_dry_run_tries_to_make_the_run_folder() {
+    let Some(machine) = Machine::new() else { return };
+    let (dry, read_only) = (["--dry-run"], Fault::Error { at: 1, number: 30, for_good: true });
+    let words: Vec<&str> =
+        FIT.split_whitespace().chain(dry).filter(|word| !["--output-dat", "extra.dat"].contains(word)).collect();
+    let unnamed: Vec<&str> = words.iter().copied().filter(|word| !["-o", "r"].contains(word)).collect();
+    for words in [words, unnamed] {
+        let out = machine.run(&words, read_only);
+        let stderr = String::from_utf8_lossy(&out.stderr);
+        assert!(out.status.code() == Some(1) && stderr.contains("Read-only file system"), "{words:?}: {stderr}");
+        machine.operations(&words);
+        assert!(names(&machine.folder()).is_empty(), "{words:?} left {:?}", names(&machine.folder()));
+    }
+}
+
+/// A file that the system refuses to read is not a damaged one: no checkpoint is set aside for it.
+#[test]
+fn a_file_that_cannot_be_read_loses_nothing() {
+    let mut random = Random::new(7);
+    unread(|reads| {
+        let places = spread(&mut random, reads, 12).into_iter().enumerate();
+        places.map(|(i, at)| (at, UNREAD[i % 3])).collect()
+    });
+}
+
+#[test]
+#[ignore = "three errors for each operation; a_file_that_cannot_be_read_loses_nothing tries twelve cases"]
+fn every_file_may_be_unreadable() {
+    unread(|reads| part((1..=reads).flat_map(|at| UNREAD.map(|error| (at, error))).collect()));
+}
+
+/// What the system can say where a file is read.
+const UNREAD: [(&str, i32); 3] = [("Permission denied", 13), ("Input/output error", 5), ("Too many open files", 24)];
+
+/// Resumes a run that was killed between its first checkpoint and its last. From one of these operations on, nothing can be read.
+fn unread(cases: impl FnOnce(usize) -> Vec<(usize, (&'static str, i32))>) {
+    let Some(machine) = Machine::new() else { return };
+    let (operations, whole) = machine.whole();
+    let (r, killed) = (machine.folder().join("r"), machine.dir.path().join("killed"));
+    machine.empty();
+    machine.fit(&[], Fault::Signal { at: operations * 5 / 9, number: 9 });
+    let is_killed = r.join("checkpoint-2").is_dir() && !r.join("checkpoint-6").exists();
+    assert!(is_killed, "{:?}", names(&r));
+    fs::rename(&r, &killed).unwrap();
+    let again = || {
+        machine.empty();
+        let copied = Command::new("cp").arg("-r").arg(&killed).arg(&r).status().unwrap();
+        assert!(copied.success());
+    };
+    again();
+    assert!(machine.fit(&["--resume-from-checkpoint"], Fault::Reads).status.success());
+    let reads = machine.counted();
+    assert!(reads > 100, "the library saw {reads} operations that read; it does not work");
+    let mut failures = 0;
+    for (at, (text, number)) in cases(reads) {
+        again();
+        let out = machine.fit(&["--resume-from-checkpoint"], Fault::Unread { at, number });
+        let stderr = String::from_utf8_lossy(&out.stderr).into_owned();
+        let case = format!("from operation {at} of {reads}: {text}\n{stderr}");
+        assert!(!stderr.contains("panicked"), "{case}");
+        if !out.status.success() {
+            failures += 1;
+            let said = stderr.lines().find(|line| line.starts_with("error: ")).unwrap_or_default();
+            // A file that its disk cannot read is damaged, and a warning says so.
+            let (codes, place) = if number == 5 { (&[1, 6][..], &*stderr) } else { (&[1][..], said) };
+            let code = out.status.code().unwrap_or_default();
+            assert!(codes.contains(&code) && place.contains(text), "exit code {code}: {case}");
+            let aside = names(&r).into_iter().find(|name| name.starts_with("stale-"));
+            assert!(number == 5 || aside.is_none(), "{aside:?}: {case}");
+        }
+        finish(&machine, &whole, &case);
+    }
+    assert!(failures > 0, "nothing failed");
 }
 
 #[test]

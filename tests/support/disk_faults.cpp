@@ -4,7 +4,8 @@
 // operations to the file FAULT_COUNT. With FAULT_LOG each operation that was made, the opening of files and folders too, is
 // appended to that file: a line `name|file descriptor|path|other path|size`, and the bytes that were written. As long as the
 // file FAULT_HOLD exists, no file of a checkpoint is synced: the disk is slow. A file or folder whose path ends with
-// FAULT_KEEPS cannot be deleted.
+// FAULT_KEEPS cannot be deleted. With FAULT_READS the operations are those that read files below the root, and not those that
+// change something.
 
 #include <atomic>
 #include <cerrno>
@@ -41,7 +42,13 @@ bool below(const char* path) {
     return path && (path[0] != '/' || (root[0] && strncmp(path, root, strlen(root)) == 0));
 }
 
-bool fails() {
+bool reads() {
+    static const bool set = number("FAULT_READS") != 0;
+    return set;
+}
+
+// Counts an operation, and says whether it fails.
+bool counted() {
     static const long at = number("FAULT_AT");
     static const bool for_good = number("FAULT_FOR_GOOD") != 0;
     static const int error = static_cast<int>(number("FAULT_ERRNO"));
@@ -58,14 +65,20 @@ bool fails() {
     return false;
 }
 
-bool fails_on(int fd) { return fd >= 0 && fd < (1 << 16) && watched[fd] && fails(); }
+bool fails() { return !reads() && counted(); }
+
+bool is_watched(int fd) { return fd >= 0 && fd < (1 << 16) && watched[fd]; }
+
+bool fails_on(int fd) { return is_watched(fd) && fails(); }
+
+bool fails_to_read(int fd) { return reads() && is_watched(fd) && counted(); }
 
 template <class F> F real(const char* name) { return reinterpret_cast<F>(dlsym(RTLD_NEXT, name)); }
 
 // Waits in front of the sync of a checkpoint's file as long as the disk is slow.
 bool fails_to_sync(int fd) {
     static const char* hold = text("FAULT_HOLD");
-    if (hold[0] && fd >= 0 && fd < (1 << 16) && watched[fd]) {
+    if (hold[0] && is_watched(fd)) {
         char name[4096];
         const ssize_t length = readlink(("/proc/self/fd/" + std::to_string(fd)).c_str(), name, sizeof name - 1);
         name[length < 0 ? 0 : length] = 0;
@@ -109,7 +122,9 @@ void note(const char* name, int fd, const std::string& path, const std::string& 
 
 int opened(int at, const char* path, int flags, mode_t mode) {
     const bool ours = below(path);
-    if (ours && (flags & (O_WRONLY | O_RDWR | O_CREAT)) && fails()) return -1;
+    const bool changes = flags & (O_WRONLY | O_RDWR | O_CREAT);
+    if (ours && changes && fails()) return -1;
+    if (ours && !changes && !(flags & O_DIRECTORY) && reads() && counted()) return -1;
     static auto call = real<int (*)(int, const char*, int, ...)>("openat64");
     const int fd = call(at, path, flags, mode);
     if (fd >= 0 && fd < (1 << 16)) watched[fd] = ours;
@@ -120,7 +135,7 @@ int opened(int at, const char* path, int flags, mode_t mode) {
 // Notes what was done to a file, if it is watched and was done.
 template <class R> R done(R result, const char* name, int fd, const void* data, size_t size) {
     const int error = errno;
-    if (result >= 0 && fd >= 0 && fd < (1 << 16) && watched[fd]) {
+    if (result >= 0 && is_watched(fd)) {
         // A write may write less than it was given.
         note(name, fd, "", "", data, data ? static_cast<size_t>(result) : size);
     }
@@ -168,6 +183,13 @@ mode_t mode_of(int flags, va_list arguments) {
         return done(call ARGUMENTS, NOTE, fd, DATA, static_cast<size_t>(SIZE));                                          \
     }
 
+#define READING(NAME, PARAMETERS, ARGUMENTS)                                                                             \
+    ssize_t NAME PARAMETERS {                                                                                            \
+        if (fails_to_read(fd)) return -1;                                                                                \
+        static auto call = real<ssize_t(*) PARAMETERS>(#NAME);                                                           \
+        return call ARGUMENTS;                                                                                           \
+    }
+
 #define ON_PATH(NAME, PARAMETERS, ARGUMENTS, AT, TO, FAILS)                                                                   \
     int NAME PARAMETERS {                                                                                                \
         const bool ours = below(path);                                                                                   \
@@ -188,6 +210,9 @@ OPENAT(openat64)
 ON_FD(ssize_t, write, (int fd, const void* data, size_t size), (fd, data, size), "write", data, size, fails_on)
 ON_FD(ssize_t, pwrite64, (int fd, const void* data, size_t size, off64_t at), (fd, data, size, at), "pwrite64", nullptr, 0, fails_on)
 ON_FD(ssize_t, writev, (int fd, const struct iovec* data, int count), (fd, data, count), "writev", nullptr, 0, fails_on)
+READING(read, (int fd, void* data, size_t size), (fd, data, size))
+READING(pread64, (int fd, void* data, size_t size, off64_t at), (fd, data, size, at))
+READING(readv, (int fd, const struct iovec* data, int count), (fd, data, count))
 ON_FD(int, fsync, (int fd), (fd), "fsync", nullptr, 0, fails_to_sync)
 ON_FD(int, fdatasync, (int fd), (fd), "fsync", nullptr, 0, fails_to_sync)
 ON_FD(int, ftruncate64, (int fd, off64_t size), (fd, size), "ftruncate64", nullptr, size, fails_on)

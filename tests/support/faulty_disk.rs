@@ -33,6 +33,13 @@ pub(crate) enum Fault {
         at: usize,
         number: i32,
     },
+    /// The opening or reading of a file fails, and every later one.
+    Unread {
+        at: usize,
+        number: i32,
+    },
+    /// Operations that read are counted, and none fails.
+    Reads,
     /// No file of a checkpoint is synced as long as [`Machine::hold`] exists.
     Slow,
     /// Nothing is deleted whose path ends so.
@@ -81,7 +88,8 @@ impl Machine {
     /// The program, not started yet.
     pub(crate) fn command(&self, words: &[&str], fault: Fault) -> Command {
         let (at, error, for_good, signal) = match fault {
-            Fault::Nothing | Fault::Recorded | Fault::Slow | Fault::Keeps(_) => (0, 0, false, 0),
+            Fault::Nothing | Fault::Recorded | Fault::Reads | Fault::Slow | Fault::Keeps(_) => (0, 0, false, 0),
+            Fault::Unread { at, number } => (at, number, true, 0),
             Fault::Error { at, number, for_good } => (at, number, for_good, 0),
             Fault::Signal { at, number } => (at, 0, false, number),
         };
@@ -94,6 +102,7 @@ impl Machine {
             Fault::Recorded => command.env("FAULT_LOG", self.log()),
             Fault::Slow => command.env("FAULT_HOLD", self.hold()),
             Fault::Keeps(end) => command.env("FAULT_KEEPS", end),
+            Fault::Reads | Fault::Unread { .. } => command.env("FAULT_READS", "1"),
             _ => &mut command,
         };
         command
@@ -103,6 +112,11 @@ impl Machine {
     pub(crate) fn operations(&self, words: &[&str]) -> usize {
         let out = self.run(words, Fault::Nothing);
         assert!(out.status.success(), "{words:?}: {}", String::from_utf8_lossy(&out.stderr));
+        self.counted()
+    }
+
+    /// The number of operations of the program that ran last.
+    pub(crate) fn counted(&self) -> usize {
         fs::read_to_string(self.dir.path().join("count")).unwrap().trim().parse().unwrap()
     }
 
@@ -114,7 +128,7 @@ impl Machine {
     /// A run to its end: the number of its operations, and what it leaves behind.
     pub(crate) fn whole(&self) -> (usize, Outcome) {
         assert!(self.fit(&[], Fault::Nothing).status.success());
-        let operations = fs::read_to_string(self.dir.path().join("count")).unwrap().trim().parse().unwrap();
+        let operations = self.counted();
         assert!(operations > 100, "the library saw {operations} operations; it does not work");
         (operations, outcome(&self.folder()))
     }

@@ -6,7 +6,10 @@ use crate::{
 };
 use backend_nvfp4::Nvfp4Error;
 use model_qwen3::ModelError;
-use std::path::{Path, PathBuf};
+use std::{
+    io::ErrorKind,
+    path::{Path, PathBuf},
+};
 
 /// Why a command failed.
 #[derive(Debug, thiserror::Error)]
@@ -239,10 +242,18 @@ impl CliError {
         move |source| Self::Io { path: path.to_owned(), source }
     }
 
-    /// A file of a checked folder could not be read: whatever the reason, the folder is damaged.
+    /// Whether the system refused memory, a thread or the reading of a file. The file may be good.
+    pub(crate) fn is_of_the_system(&self) -> bool {
+        match self {
+            Self::Io { source, .. } | Self::Model(ModelError::Io { source, .. }) => refuses(source),
+            other => other.exit_code() == 4,
+        }
+    }
+
+    /// A file of a checked folder could not be read. The folder is damaged, unless the system refuses to read it.
     pub(crate) fn damaged(path: &Path) -> impl Fn(ModelError) -> Self {
         move |error| match error {
-            ModelError::Io { source, .. } => Self::corrupt(path, source),
+            ModelError::Io { source, .. } if !refuses(&source) => Self::corrupt(path, source),
             ModelError::Missing { .. } => Self::corrupt(path, "there is no such file"),
             ModelError::Parse { reason, .. } => Self::corrupt(path, reason),
             other => other.into(),
@@ -273,6 +284,17 @@ impl CliError {
     pub(crate) fn corrupt(path: &Path, reason: impl ToString) -> Self {
         Self::Corrupt { path: path.to_owned(), reason: reason.to_string() }
     }
+}
+
+/// What every Unix calls a disk that cannot read or write.
+const EIO: i32 = 5;
+
+/// Whether the system refuses to read a file that may be good: this user may not read it, or too many files are open. A file
+/// that is missing or cut, or that its disk cannot read, is damaged.
+fn refuses(error: &std::io::Error) -> bool {
+    let damaged = [ErrorKind::NotFound, ErrorKind::UnexpectedEof, ErrorKind::IsADirectory, ErrorKind::NotADirectory];
+    let is_damaged = damaged.contains(&error.kind()) || cfg!(unix) && error.raw_os_error() == Some(EIO);
+    !is_damaged
 }
 
 /// The command that resumes the run of a checkpoint. It names the run by --output-dir, because --resume-from-checkpoint gives

@@ -184,12 +184,18 @@ pub(super) fn is_result(name: &str) -> bool {
     [FINAL, RESULTS].contains(&name) || name == durable::aside_name(FINAL) || name.starts_with(STALE)
 }
 
+/// Whether the checkpoint of an error may be good: it has another layout, or the system refuses to read it. No older one is
+/// taken in its place.
+fn is_not_damage(error: &CliError) -> bool {
+    matches!(error, CliError::Usage(_)) || error.is_of_the_system()
+}
+
 /// The newest checkpoint of a run whose state is good, whatever its other files are.
 fn newest_state(run: &Path) -> Result<Option<(PathBuf, TrainerState)>, CliError> {
     for (_, folder) in list(run)? {
         match verified_state(&folder) {
             Ok(state) => return Ok(Some((folder, state))),
-            Err(error @ CliError::Usage(_)) => return Err(error),
+            Err(error) if is_not_damage(&error) => return Err(error),
             Err(_) => {}
         }
     }
@@ -218,13 +224,13 @@ fn latest(run: &Path) -> Result<(PathBuf, TrainerState), CliError> {
 /// the broken checkpoints that it skips.
 ///
 /// # Errors
-/// If a checkpoint has another layout, or the system fails.
+/// If a checkpoint has another layout, or the system refuses to read one.
 pub fn newest(run: &Path, most: usize) -> Result<Option<Resumed>, CliError> {
     let mut found = None;
     for (step, folder) in list(run)? {
         match open(&folder) {
             Ok(state) => found = Some(Resumed { run: run.to_owned(), folder, state }),
-            Err(error @ CliError::Usage(_)) => return Err(error),
+            Err(error) if is_not_damage(&error) => return Err(error),
             Err(error) => {
                 report::line(format!("warning: skipping {}: {error}", folder.display()));
                 continue;

@@ -262,16 +262,15 @@ impl Job for Fit<'_> {
             folder::check_free(&plan, overwrite).or_else(named)?;
         }
         // The lock ends with the run.
-        let (plan, mut lock) = match (lock, unnamed, dry_run) {
-            (Some(lock), ..) => (plan, Some(lock)),
-            (None, true, true) => (plan, None),
-            (None, true, false) => {
+        let (plan, mut lock) = match lock {
+            Some(lock) => (plan, lock),
+            None if unnamed => {
                 let (lock, folder) = folder::Lock::of_new(&plan.output_dir)?;
-                (Plan::in_folder(plan.settings, folder)?, Some(lock))
+                (Plan::in_folder(plan.settings, folder)?, lock)
             }
-            (None, false, _) => {
+            None => {
                 let lock = folder::Lock::of(&plan.output_dir)?;
-                (plan, Some(lock))
+                (plan, lock)
             }
         };
         // A request that comes before the first step is answered after it.
@@ -284,7 +283,6 @@ impl Job for Fit<'_> {
             None => (Ready::new(plan, choice, precision, None)?, None),
         };
         match &resumed {
-            None if dry_run && unnamed => {}
             None => {
                 folder::check_free(&ready.plan, overwrite)?;
                 if restarts {
@@ -308,7 +306,7 @@ impl Job for Fit<'_> {
         }
         // The run folder is not made yet, so that a signal which ends the program here leaves nothing behind.
         Ahead::compile(choice, precision, FirstSteps(&ready)).finish();
-        lock.iter_mut().for_each(folder::Lock::begins);
+        lock.begins();
         match &resumed {
             None => folder::create(&ready.plan, &ready.inputs, restarts)?,
             Some(resumed) => {
