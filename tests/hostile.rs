@@ -5,6 +5,10 @@ use crate::support::{
     Random,
     files::{Cost, cost, forge, ok, refused, run, tiny_model},
 };
+use arrow_ipc::{
+    Field, KeyValue, KeyValueArgs, Message, MessageArgs, MessageHeader, MetadataVersion, Schema, SchemaArgs,
+};
+use flatbuffers::{FlatBufferBuilder, WIPOffset};
 use model_qwen3::{
     ModelError,
     container::Container,
@@ -370,6 +374,14 @@ fn with_many_values(d: &Path) -> Vec<ManyValues> {
     ]
     .concat();
     let keys: Vec<u8> = (0..1 << 20).flat_map(|n| [key(&format!("{n:x}"), 0), vec![0]].concat()).collect();
+    // As many merges more.
+    let mut merges = std::fs::read(d.join("x.gguf")).unwrap();
+    let name = b"tokenizer.ggml.merges";
+    let count = merges.windows(name.len()).position(|window| window == name).unwrap() + name.len() + 8;
+    let first = count + 8;
+    let more = u64::from_le_bytes(merges[count..first].try_into().unwrap()) + 200_000;
+    merges[count..first].copy_from_slice(&more.to_le_bytes());
+    merges.splice(first..first, [&[3, 0, 0, 0, 0, 0, 0, 0][..], b"a b"].concat().repeat(200_000));
     let tokens = std::fs::read_to_string(d.join("ids/tokenizer.json")).unwrap();
     // A field that no model has.
     let modelled =
@@ -399,6 +411,7 @@ fn with_many_values(d: &Path) -> Vec<ManyValues> {
         ("chat.jsonl", lines("\"role\": \"user\", \"content\": \"a\"", "").into(), chat, many),
         ("chat.txt", transcript.into(), chat_of_text, "at most 50000 messages"),
         ("x.gguf", gguf(1, texts), convert, "values of a list are declared"),
+        ("x.gguf", merges, convert, "more than 196608 tokens or merges"),
         ("x.gguf", gguf(1 << 20, keys), convert, "keys are declared"),
         ("ids/tokenizer.json", ids.into(), "convert ids ids.gguf --dtype q8-0 --overwrite", "has an id over"),
         ("r/checkpoint-1/trainer_state.json", lists.into(), export, many),
@@ -458,15 +471,72 @@ fn a_tokenizer_with_too_many_tokens_or_merges_is_refused() {
     };
     let tokens = |count: usize| -> String { (0..count).map(|n| format!("\"~{n:x}\": {},", 600 + n)).collect() };
     let merges = "[\"a\", \"b\"],".repeat(200_000);
-    for (key, entries) in [("\"vocab\": {", tokens(200_000)), ("\"merges\": [", merges)] {
+    let added = "{\"id\": 0},".repeat(20_000);
+    for (key, entries, expected) in [
+        ("\"vocab\": {", tokens(200_000), "there are more than 196608 tokens or merges"),
+        ("\"merges\": [", merges, "there are more than 196608 tokens or merges"),
+        ("\"added_tokens\": [", added, "there are more than 16384 added tokens"),
+    ] {
         write(key, &entries);
         let said = refused(d, &args, 2);
-        let expected = "there are more than 196608 tokens or merges";
         assert!(said.contains("t/tokenizer.json") && said.contains(expected), "{said}");
     }
     let size = write("\"vocab\": {", &tokens(196_000));
     let Cost { status, memory, .. } = cost(d, &args);
     assert!(status.success() && memory <= usual + (64 << 20) + 2 * size, "{status}, {memory} bytes, usually {usual}");
+}
+
+/// The description of an Arrow table of one megabyte that stands for a gigabyte: a thousand keys have the same value.
+#[test]
+#[cfg(target_os = "linux")]
+fn an_arrow_table_whose_description_shares_its_bytes_is_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    let d = dir.path();
+    tiny_model(&d.join("m"), true);
+    let mut parts = FlatBufferBuilder::new();
+    let value = parts.create_string(&"x".repeat(1 << 20));
+    let mut pair = |n: usize| {
+        let key = Some(parts.create_string(&n.to_string()));
+        KeyValue::create(&mut parts, &KeyValueArgs { key, value: Some(value) })
+    };
+    let pairs: Vec<_> = (0..1000).map(&mut pair).collect();
+    let custom_metadata = Some(parts.create_vector(&pairs));
+    let fields = Some(parts.create_vector::<WIPOffset<Field<'_>>>(&[]));
+    let schema = Schema::create(&mut parts, &SchemaArgs { fields, custom_metadata, ..SchemaArgs::default() });
+    let (version, header_type) = (MetadataVersion::V5, MessageHeader::Schema);
+    let header = Some(schema.as_union_value());
+    let message = MessageArgs { version, header_type, header, ..MessageArgs::default() };
+    let message = Message::create(&mut parts, &message);
+    parts.finish(message, None);
+    let (mark, described) = ([0xff; 4], parts.finished_data());
+    let size = (described.len() as u32).to_le_bytes();
+    let file = [&mark[..], &size, described, &mark, &[0; 4]].concat();
+    std::fs::write(d.join("x.arrow"), &file).unwrap();
+    let args = ["data", "stats", "-m", "m", "x.arrow"];
+    let said = refused(d, &args, 3);
+    assert!(said.contains("x.arrow") && said.contains("parts that share their bytes"), "{said}");
+    let (used, usual) = (cost(d, &args).memory, cost(d, &["data", "stats", "-m", "m", "m/demo.tsv"]).memory);
+    assert!(used <= usual + (64 << 20) + 2 * file.len() as u64, "{used} bytes, usually {usual}");
+}
+
+/// Words that a tokenizer finds by an expression which may be tried in too many ways take seconds, not hours.
+#[test]
+fn an_expression_for_words_has_a_limit_of_time() {
+    let dir = tempfile::tempdir().unwrap();
+    let d = dir.path();
+    tiny_model(&d.join("m"), true);
+    let path = d.join("m/tokenizer.json");
+    let mut tokenizer: serde_json::Value = serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
+    let words = &mut tokenizer["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"];
+    assert!(words.is_string(), "{words}");
+    // From each place to the end of the text and back.
+    *words = r"a(?=a*c)|\w".into();
+    std::fs::write(&path, tokenizer.to_string()).unwrap();
+    std::fs::write(d.join("short.txt"), "aaaaaaaaaa b").unwrap();
+    ok(d, &["data", "stats", "short.txt", "-m", "m"]);
+    std::fs::write(d.join("long.txt"), "a".repeat(100_000)).unwrap();
+    let said = refused(d, &["data", "stats", "long.txt", "-m", "m"], 3);
+    assert!(said.contains("a text of 100000 bytes: it took more than 2 seconds"), "{said}");
 }
 
 /// What the metadata of a Parquet file say of its rows, in Thrift's compact protocol.

@@ -17,8 +17,8 @@ pub(crate) const PIECE: usize = 64 << 10;
 /// Longest piece: with it the library takes 64 MiB. Texts that people write have a space, a punctuation mark or another place to
 /// cut them much earlier.
 pub(crate) const LONGEST: usize = 192 << 10;
-/// How Qwen3 splits a text into words before it makes tokens of each.
-const WORDS: &str =
+/// How every Qwen since the second splits a text into words before it makes tokens of each (`qwen2` in GGUF).
+pub(crate) const WORDS: &str =
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
 
 /// ASCII that normalization makes of other characters: of the Kelvin sign, the Greek question mark and the Greek varia.

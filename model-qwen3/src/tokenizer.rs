@@ -19,18 +19,26 @@ use std::{
     fmt,
     panic::{AssertUnwindSafe, catch_unwind},
     path::Path,
+    sync::Arc,
 };
 use tokenizers::{DecoderWrapper, NormalizerWrapper, PreTokenizerWrapper};
 
+/// The work of the library, in the messages of its limits.
+const WHAT: &str = "tokenizer";
 /// Largest tokenizer.json that is read. That of Qwen3 has 11 MB.
 pub const LARGEST: u64 = 64 << 20;
 /// Most memory that reading may take: this, and a byte for each byte of the file. A run with the file of Qwen3 takes 66 MiB more
 /// than one with a small file.
 const MEMORY: usize = 64 << 20;
 const MEMORY_PER_BYTE: usize = 1;
+/// Most memory that making the tokens of a text may take, if the tokenizer does not find words as Qwen3's does. It then has a
+/// limit of time, too: another expression for words may take minutes on a short text.
+const MEMORY_OF_A_PIECE: usize = 128 << 20;
 /// Most tokens of the vocabulary, and most merges (a merge makes one token of two). Qwen3 has 151,643 tokens. A token of a few
 /// characters takes 15 bytes of the file, and a few hundred bytes of memory.
-const MOST_TOKENS: usize = 3 << 16;
+pub(crate) const MOST_TOKENS: usize = 3 << 16;
+/// Most added tokens, which a text may spell out. Qwen3 has 26. Each takes about a kilobyte of memory.
+pub(crate) const MOST_ADDED: usize = 1 << 14;
 /// Most parts of a normalizer or a pre-tokenizer. Those of Qwen3 have one and two; each part takes time.
 const MOST_PARTS: usize = 8;
 /// Largest generation_config.json that is read. That of Qwen3 has 200 bytes.
@@ -45,7 +53,7 @@ struct Keys {
     version: IgnoredAny,
     truncation: IgnoredAny,
     padding: IgnoredAny,
-    added_tokens: IgnoredAny,
+    added_tokens: Counted<MOST_ADDED>,
     normalizer: IgnoredAny,
     pre_tokenizer: IgnoredAny,
     post_processor: IgnoredAny,
@@ -66,21 +74,21 @@ struct ModelKeys {
     fuse_unk: IgnoredAny,
     byte_fallback: IgnoredAny,
     ignore_merges: IgnoredAny,
-    vocab: Counted,
-    merges: Counted,
+    vocab: Counted<MOST_TOKENS>,
+    merges: Counted<MOST_TOKENS>,
 }
 
-/// An object or a list whose entries are counted and not kept: at most [`MOST_TOKENS`].
+/// An object or a list whose entries are counted and not kept.
 #[derive(Default)]
-struct Counted;
+struct Counted<const MOST: usize>;
 
-impl<'de> Deserialize<'de> for Counted {
+impl<'de, const MOST: usize> Deserialize<'de> for Counted<MOST> {
     fn deserialize<Source: Deserializer<'de>>(source: Source) -> Result<Self, Source::Error> {
         source.deserialize_any(Self)
     }
 }
 
-impl<'de> Visitor<'de> for Counted {
+impl<'de, const MOST: usize> Visitor<'de> for Counted<MOST> {
     type Value = Self;
 
     fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -88,30 +96,36 @@ impl<'de> Visitor<'de> for Counted {
     }
 
     fn visit_map<Source: MapAccess<'de>>(self, mut map: Source) -> Result<Self, Source::Error> {
-        count(|| Ok(map.next_entry::<IgnoredAny, IgnoredAny>()?.is_some())).map(|()| self)
+        count(MOST, || Ok(map.next_entry::<IgnoredAny, IgnoredAny>()?.is_some())).map(|()| self)
     }
 
     fn visit_seq<Source: SeqAccess<'de>>(self, mut list: Source) -> Result<Self, Source::Error> {
-        count(|| Ok(list.next_element::<IgnoredAny>()?.is_some())).map(|()| self)
+        count(MOST, || Ok(list.next_element::<IgnoredAny>()?.is_some())).map(|()| self)
     }
 }
 
-/// Counts the entries that `next` reads, until it says that there are no more.
-fn count<Failure: Error>(mut next: impl FnMut() -> Result<bool, Failure>) -> Result<(), Failure> {
+/// Counts the entries that `next` reads, at most `most`, until it says that there are no more.
+fn count<Failure: Error>(most: usize, mut next: impl FnMut() -> Result<bool, Failure>) -> Result<(), Failure> {
     let mut count = 0;
     while next()? {
         count += 1;
-        if count > MOST_TOKENS {
-            return Err(Failure::custom(format!("there are more than {MOST_TOKENS} tokens or merges")));
+        if count > most {
+            return Err(Failure::custom(too_many(most)));
         }
     }
     Ok(())
 }
 
+/// What is said of a tokenizer that has more than `most` tokens or merges of a kind.
+pub(crate) fn too_many(most: usize) -> String {
+    let what = if most == MOST_ADDED { "added tokens" } else { "tokens or merges" };
+    format!("there are more than {most} {what}")
+}
+
 /// Turns text into token ids and back.
 #[derive(Debug, Clone)]
 pub struct Tokenizer {
-    inner: BytePairs,
+    inner: Arc<BytePairs>,
     /// Where a long text is cut, if that is known.
     pieces: Option<Pieces>,
 }
@@ -130,7 +144,7 @@ impl Tokenizer {
     pub(crate) fn from_text(text: String, path: &Path) -> Result<Self, ModelError> {
         read(text, path, |text| {
             let inner = BytePairs::from_bytes(text).and_then(complete)?;
-            Ok(Self { pieces: Pieces::of(&inner), inner })
+            Ok(Self { pieces: Pieces::of(&inner), inner: Arc::new(inner) })
         })
     }
 
@@ -169,11 +183,13 @@ impl Tokenizer {
             };
             return Err(ModelError::Tokenizer(format!("{} bytes {reason}; at most {LONGEST} are allowed", text.len())));
         }
-        match catch_unwind(AssertUnwindSafe(|| self.inner.encode_fast(text, false))) {
-            Ok(Ok(encoding)) => Ok(encoding.get_ids().to_vec()),
-            Ok(Err(e)) => Err(ModelError::Tokenizer(e.to_string())),
-            Err(_) => Err(ModelError::Tokenizer("the tokenizer library panicked on this text".into())),
+        if self.pieces.is_some() {
+            return ids_of(&self.inner, text);
         }
+        let (inner, given) = (self.inner.clone(), text.to_owned());
+        let reached = |limit| ModelError::Tokenizer(format!("a text of {} bytes: {limit}", text.len()));
+        limits::within(WHAT, MEMORY_OF_A_PIECE, move || ids_of(&inner, &given))
+            .map_err(|limit| ModelError::limited(WHAT, limit, reached))?
     }
 
     /// The text of ids, without special tokens.
@@ -218,6 +234,15 @@ impl Tokenizer {
     }
 }
 
+/// The ids of a text that is not cut.
+fn ids_of(tokenizer: &BytePairs, text: &str) -> Result<Vec<u32>, ModelError> {
+    match catch_unwind(AssertUnwindSafe(|| tokenizer.encode_fast(text, false))) {
+        Ok(Ok(encoding)) => Ok(encoding.get_ids().to_vec()),
+        Ok(Err(e)) => Err(ModelError::Tokenizer(e.to_string())),
+        Err(_) => Err(ModelError::Tokenizer("the tokenizer library panicked on this text".into())),
+    }
+}
+
 /// The byte that a character of a byte-level token stands for. Bytes of printable characters are these characters. The other
 /// bytes, in order, are the characters from U+0100 on.
 fn byte_of(c: char) -> Option<u8> {
@@ -238,7 +263,6 @@ pub(crate) fn read<Answer: Send + 'static>(
     path: &Path,
     work: impl FnOnce(&str) -> tokenizers::Result<Answer> + Send + 'static,
 ) -> Result<Answer, ModelError> {
-    const WHAT: &str = "tokenizer";
     let memory = MEMORY + MEMORY_PER_BYTE * text.len();
     let checked = move || {
         serde_json::from_str::<Keys>(&text)?;

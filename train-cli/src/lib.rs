@@ -20,6 +20,7 @@
 //! | [`ahead`], [`kernel_cache`] | kernels that are compiled before they are needed; where compiled kernels are kept |
 //! | [`model_files`], [`data_files`] | the files of a model; those that `--data` names |
 //! | [`tolerance`] | how far two computations of the same values may differ |
+//! | `toml_text` | TOML, read within a limit of memory |
 //! | [`outputs`] | checks of output paths before the work begins |
 //! | [`replaced`] | flags and values of earlier programs, and what to use instead |
 //! | [`durable`], [`report`], [`progress`] | writing files; printing; the line that shows how far work has come |
@@ -64,6 +65,7 @@ pub mod settings;
 pub mod table;
 pub mod talk;
 pub mod tolerance;
+mod toml_text;
 pub mod train;
 pub mod watchdog;
 pub mod wrapping;

@@ -5,14 +5,11 @@ use crate::{
     ModelError,
     config::Qwen3Config,
     names,
+    pieces::WORDS,
     tensors::{Tensors, row_count},
-    tokenizer::Tokenizer,
+    tokenizer::{MOST_ADDED, MOST_TOKENS, Tokenizer, too_many},
 };
 use serde_json::{Map, json};
-
-/// Splits a text before byte-level BPE, as every Qwen since the second does (`tokenizer.ggml.pre` is `qwen2`).
-const SPLIT: &str =
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
 
 /// GGUF's numbers for the kinds of tokens that become added tokens, which a text may spell out.
 const CONTROL: f64 = 3.0;
@@ -87,6 +84,12 @@ impl GgufFile {
         let Some(ReadValue::Numbers(kinds)) = self.key(KINDS).filter(|kinds| kinds.len() == tokens.len()) else {
             return Err(self.bad("it does not have a kind for each token"));
         };
+        let spelled = kinds.iter().filter(|kind| [CONTROL, USER_DEFINED].contains(kind)).count();
+        for (count, most) in [(tokens.len(), MOST_TOKENS), (merges.len(), MOST_TOKENS), (spelled, MOST_ADDED)] {
+            if count > most {
+                return Err(self.bad(too_many(most)));
+            }
+        }
         let (mut vocab, mut added) = (Map::new(), vec![]);
         // An id that stands for nothing between others keeps its place, or the library would give it to a token after it.
         let used = kinds.iter().rposition(|kind| *kind != UNUSED).map_or(0, |last| last + 1);
@@ -106,7 +109,7 @@ impl GgufFile {
         let pairs = pairs.ok_or_else(|| self.bad("a merge is not two tokens with a space between"))?;
         let byte_level =
             json!({"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": false, "use_regex": false});
-        let split = json!({"type": "Split", "pattern": {"Regex": SPLIT}, "behavior": "Isolated", "invert": false});
+        let split = json!({"type": "Split", "pattern": {"Regex": WORDS}, "behavior": "Isolated", "invert": false});
         Ok(json!({
             "version": "1.0", "truncation": null, "padding": null, "added_tokens": added,
             "normalizer": {"type": "NFC"},

@@ -15,8 +15,9 @@ use arrow_array::{
     },
 };
 use arrow_buffer::Buffer;
-use arrow_ipc::reader::StreamDecoder;
+use arrow_ipc::{reader::StreamDecoder, root_as_message_with_opts};
 use arrow_schema::{ArrowError, DataType, Field};
+use flatbuffers::{InvalidFlatbuffer, VerifierOptions};
 use serde_json::{Map, Value, json};
 use std::{collections::BTreeSet, path::Path};
 
@@ -24,10 +25,13 @@ use std::{collections::BTreeSet, path::Path};
 /// none.
 ///
 /// # Errors
-/// If the file cannot be read.
+/// If the file cannot be read, or describes more than it holds.
 pub(super) fn objects(path: &Path) -> Result<impl Iterator<Item = Object>, CliError> {
     let bytes = data_files::read_whole(path)?;
-    let mut batches = Batches { rest: stream_of(bytes), decoder: StreamDecoder::new() };
+    let rest = stream_of(bytes);
+    let checked = table::guarded("Arrow", || check_descriptions(&rest));
+    checked.map_err(|reason| CliError::data(path, None, reason))?;
+    let mut batches = Batches { rest, decoder: StreamDecoder::new() };
     let (mut batch, mut at) = (None::<RecordBatch>, 0);
     Ok(table::rows("Arrow", move || {
         loop {
@@ -58,6 +62,45 @@ fn stream_of(bytes: Vec<u8>) -> Buffer {
     let footer = (u32::from_le_bytes(length) as usize).min(size - 18);
     all.slice_with_length(8, size - 18 - footer)
 }
+
+/// Refuses messages that describe more than they hold. The parts of a message may share bytes, so that a description of one
+/// megabyte can stand for gigabytes, and the library copies each part. What is not a message is left to the library.
+///
+/// # Errors
+/// If a message of the stream does.
+fn check_descriptions(stream: &[u8]) -> Result<(), String> {
+    // A message is its size, its description, and a body. In front of the size is a mark, which older files have not.
+    let word = |at: usize| Some(u32::from_le_bytes(stream.get(at..at.checked_add(4)?)?.try_into().ok()?));
+    let mut at = 0;
+    while let Some(first) = word(at) {
+        at += if first == u32::MAX { 4 } else { 0 };
+        let Some(size) = word(at).map(|size| size as usize).filter(|size| *size > 0) else { break };
+        at += 4;
+        let Some(description) = at.checked_add(size).and_then(|end| stream.get(at..end)) else { break };
+        let limits = VerifierOptions {
+            max_tables: MOST_PARTS,
+            max_apparent_size: size.saturating_mul(SHARED),
+            ..VerifierOptions::default()
+        };
+        let body = match root_as_message_with_opts(&limits, description) {
+            Ok(message) => message.bodyLength(),
+            Err(InvalidFlatbuffer::TooManyTables | InvalidFlatbuffer::ApparentSizeTooLarge) => {
+                return Err(format!(
+                    "the description of its columns has more than {MOST_PARTS} parts, or parts that share their bytes"
+                ));
+            }
+            Err(_) => break,
+        };
+        let Some(next) = usize::try_from(body).ok().and_then(|body| (at + size).checked_add(body)) else { break };
+        at = next;
+    }
+    Ok(())
+}
+
+/// Parts of the description of a table: a column has its name, its type, and pairs of keys and values.
+const MOST_PARTS: usize = 1 << 14;
+/// How many times the parts of a description may share a byte, on average. Small ones share the layouts of their fields.
+const SHARED: usize = 8;
 
 /// The batches of rows of a stream.
 struct Batches {

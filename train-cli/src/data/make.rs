@@ -5,7 +5,7 @@
 //! through its pool, and so on. `every` gives a slot another pace. A template takes its combinations in this order, or at
 //! random.
 
-use crate::data::rows::permutation;
+use crate::{data::rows::permutation, toml_text};
 use backend_nvfp4::{Stream, reference};
 use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, HashSet};
@@ -135,7 +135,7 @@ impl RowRecipe {
     /// # Errors
     /// If the text is no TOML, or no recipe.
     pub fn parse(text: &str) -> Result<Self, String> {
-        toml::from_str(text).map_err(|e| e.to_string())
+        toml_text::parse(text)
     }
 
     /// Makes the rows, `count` of them if it is given, else as many as the recipe says.

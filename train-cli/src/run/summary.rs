@@ -18,6 +18,7 @@ use crate::{
     CliError, durable, report,
     settings::{Settings, defaults::quantized_from},
     table::Table,
+    toml_text,
 };
 use model_qwen3::file;
 use serde_json::{Map, Value, json};
@@ -67,7 +68,7 @@ impl Summary {
             Ok(false) | Err(_) => return none("it has no config.toml"),
         }
         let text = file::read_text(&config, LONGEST, "")?;
-        let settings: Value = toml::from_str(&text).map_err(|e| CliError::corrupt(&config, e))?;
+        let settings: Value = toml_text::parse(&text).map_err(|e| CliError::corrupt(&config, e))?;
         let history = History::read(run)?;
         // Other programs have a file of this name, too. A run of an older version has no run.json.
         if history.is_none() && settings.get("recipe").is_none() {

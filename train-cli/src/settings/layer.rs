@@ -8,6 +8,7 @@ use crate::{
         fields::{FREE, Settings},
         record::{flag, not_recordable},
     },
+    toml_text,
 };
 use clap::{ArgMatches, Command, FromArgMatches, error::ErrorKind, parser::ValueSource};
 use serde_json::{Map, Value};
@@ -37,7 +38,7 @@ impl Layer {
 
     /// The settings of a TOML text; an error names the key.
     pub(crate) fn of_toml(text: &str) -> Result<Self, String> {
-        let mut table: Map<String, Value> = toml::from_str(text).map_err(|e| e.to_string())?;
+        let mut table: Map<String, Value> = toml_text::parse(text)?;
         // The key's spelling in the files of older versions.
         if let Some(share) = table.remove("quantise_from") {
             table.entry("quantize_from").or_insert(share);
