@@ -2,9 +2,11 @@
 //! holds tokens is right. In every number format of the device, with dense and with NVFP4 weights, and
 //! with quantized activations.
 
-use crate::support::{Cpu, Cube, files::ok, golden, on_gpu, supports};
+use crate::support::{Cpu, Cube, Feature, files::ok, golden, lacks, on_gpu, supports};
 use backend_nvfp4::{CacheFormat, LinearSpec, MasterKind, Nvfp4Kernels, Precision, Recipe, Scaling};
+use burn::tensor::DType;
 use burn_cubecl::CubeRuntime;
+use kernels_cubecl::mma;
 use model_qwen3::{
     config::Qwen3Config,
     container::Container,
@@ -86,25 +88,56 @@ fn decoded_blocks<R: CubeRuntime>() {
     }
 }
 
-/// In 16-bit numbers on a GPU, the hidden states of a token have the same bits whatever is computed beside it, wherever the chunks
-/// of its prompt begin, and in whatever number of pieces the kernel of a block reads its activations: an MLP of 6,144 columns
-/// does not fit into shared memory at once beside 16 tokens.
+/// On a GPU, the hidden states of a token have the same bits whatever is computed beside it, wherever the chunks of its prompt
+/// begin, and in whatever number of pieces the kernel of a block reads its activations: an MLP of 6,144 columns does not fit into
+/// shared memory at once beside 16 tokens.
 #[test]
-fn the_bits_of_a_token_depend_on_its_own_sequence_on_the_gpu() {
-    on_gpu!(own_sequence);
+fn the_bits_of_a_token_depend_on_its_own_sequence_on_the_gpu_in_16_bits() {
+    fn in_16_bits<R: CubeRuntime>() {
+        own_sequence::<R>(Precision::Bf16);
+        own_sequence::<R>(Precision::F16);
+    }
+    on_gpu!(in_16_bits);
 }
 
-fn own_sequence<R: CubeRuntime>() {
+#[test]
+fn the_bits_of_a_token_depend_on_its_own_sequence_on_the_gpu_in_f32() {
+    fn in_f32<R: CubeRuntime>() {
+        own_sequence::<R>(Precision::F32);
+    }
+    on_gpu!(in_f32);
+}
+
+#[test]
+fn the_bits_of_a_token_depend_on_its_own_sequence_on_the_gpu_in_tf32() {
+    fn in_tf32<R: CubeRuntime>() {
+        own_sequence::<R>(Precision::Tf32);
+    }
+    on_gpu!(in_tf32);
+}
+
+fn own_sequence<R: CubeRuntime>(precision: Precision) {
     let device = R::Device::default();
-    if !supports::<Cube<R>>(&device, Precision::Bf16.dtype()) {
+    let is_card = mma::supported(&R::client(&device), DType::BF16.into());
+    if precision == Precision::Tf32 && !is_card {
+        return lacks(Feature::TensorCores);
+    }
+    if !supports::<Cube<R>>(&device, precision.dtype()) {
         return;
     }
-    let ids = various_ids(600);
-    for (recipe, columns) in [(Recipe::W4, 6144), (Recipe::Bf16, 6144), (Recipe::W4a4, 512)] {
-        let spec = LinearSpec::new(recipe, Scaling::Two, Precision::Bf16).each_row();
+    let recipes = if precision.dtype() == DType::F32 {
+        [(Recipe::W4, 512), (Recipe::Bf16, 512), (Recipe::W4a4, 512)]
+    } else {
+        [(Recipe::W4, 6144), (Recipe::Bf16, 6144), (Recipe::W4a4, 512)]
+    };
+    // A software GPU takes long for many tokens.
+    let ids = various_ids(if is_card { 600 } else { 140 });
+    for (recipe, columns) in recipes {
+        let spec = LinearSpec::new(recipe, Scaling::Two, precision).each_row();
         let model = weights::random::<Cube<R>>(&config(columns), spec, MasterKind::Nvfp4, 3, &device).unwrap();
         for format in [CacheFormat::Native, CacheFormat::E4m3] {
-            let (model, label) = (model.clone().with_cache_format(format), format!("{recipe:?}, {format:?}"));
+            let label = format!("{recipe:?} in {precision:?}, {format:?}");
+            let model = model.clone().with_cache_format(format);
             decoded_together_as_alone(&model, &ids, &label);
             prompts_in_parts_and_together_as_alone(&model, &ids, &label);
             answers_together_as_alone(&model, &ids, &label);

@@ -9,7 +9,7 @@ use half::{bf16, f16};
 use kernels_cubecl::{
     dequantize::dequantize,
     matmul::PackedArgs,
-    quantize::{BlockShape, QuantizeSpec, Rounding, Scaling, View, quantize},
+    quantize::{BlockShape, QuantizeOutput, QuantizeSpec, Rounding, Scaling, View, quantize},
 };
 use safetensors::SafeTensors;
 
@@ -123,7 +123,7 @@ fn quantized<R: CubeRuntime>(values: Vec<f32>, [scale_factor, inverse]: [f32; 2]
     // Other numbers than the kernel writes.
     let codes = words::<Cube<R>>(vec![0xDEAD_BEEF; rows * 2], &device).into_primitive();
     let scales = bytes::<R>(vec![0xEE; rows]);
-    let out = packed_args(&codes, &scales, rows);
+    let out = QuantizeOutput::Packed(packed_args(&codes, &scales, rows));
     let spec = QuantizeSpec { scaling: Scaling::Two, block: BlockShape::Row, rounding: Rounding::Nearest };
     let (x, amax, view) = (x.tensor(), amax.tensor().into_array_arg(), View::row_major(rows, 16));
     let client = x.client.clone();

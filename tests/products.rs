@@ -4,14 +4,14 @@ use crate::support::{Cpu, Cube, Feature, Random, host, lacks, matrix, on_gpu, re
 use backend_nvfp4::{
     BlockShape, DeviceServices, Nvfp4Kernels, Nvfp4Tensor, Operand, Precision, Product, QuantizeSpec, Rounding, Scaling,
 };
-use burn::tensor::{DType, Tensor, TensorData, TensorPrimitive};
+use burn::tensor::{DType, Tensor, TensorData, TensorPrimitive, ops::FloatTensor};
 use burn_cubecl::{CubeRuntime, tensor::CubeTensor};
 use cubecl::ir::{ElemType, FloatKind, StorageType};
 use kernels_cubecl::{
     KernelError,
+    cuda_text::hopper,
     gemm::{self, Gemm, GemmShape},
     gemv::{self, Gemv},
-    hopper,
     matmul::PackedArgs,
     mma,
 };
@@ -197,6 +197,41 @@ fn the_ways_to_make_products_are_named() {
 /// The last way is the one that every device has.
 fn ways<R: CubeRuntime>() {
     assert_eq!(Cube::<R>::tiers(&Default::default()).last(), Some(&"portable (matmul)"));
+}
+
+#[test]
+fn operands_of_one_product_give_the_products_of_their_codes_on_the_gpu() {
+    on_gpu!(operands_of_one_product);
+}
+
+/// What the quantizer makes for one product, in whatever form, is multiplied as the codes are, bit for bit: alone, and several at
+/// once, few and many tiles.
+fn operands_of_one_product<R: CubeRuntime>() {
+    let (mut random, device) = (Random::new(53), R::Device::default());
+    let (dtype, precision) = match mma::supported(&R::client(&device), BF16) {
+        true => (DType::BF16, Precision::Bf16),
+        false => (DType::F32, Precision::F32),
+    };
+    let spec = QuantizeSpec { scaling: Scaling::Two, block: BlockShape::Row, rounding: Rounding::Nearest };
+    for (tokens, k, widths) in [(64, 96, [80, 112, 16]), (256, 512, [1024, 256, 256])] {
+        let mut put = |cols: usize| {
+            let x = matrix::<Cube<R>>(&random.normals(tokens * cols, 1.0), tokens, cols, &device);
+            x.cast(dtype).into_primitive().tensor()
+        };
+        let (x, dys) = (put(k), widths.map(&mut put));
+        let of_codes =
+            |x: &FloatTensor<Cube<R>>| Operand::Packed(Cube::<R>::nvfp4_quantize_across(x.clone(), spec, true));
+        let made = |x: &FloatTensor<Cube<R>>| Cube::<R>::nvfp4_operand_across(x.clone(), spec, true);
+        for count in [1, 2, 3] {
+            let product = |operand: &dyn Fn(&FloatTensor<Cube<R>>) -> Operand<Cube<R>>| -> Vec<Vec<u32>> {
+                let (dys, x) = (dys[..count].iter().map(operand).collect(), vec![operand(&x)]);
+                let ys = Cube::<R>::products(Product::Nt, dys, x, precision, DType::F32).into_iter();
+                let ys = ys.map(|y| host(Tensor::<Cube<R>, 2>::from_primitive(TensorPrimitive::Float(y))));
+                ys.map(|y| y.into_iter().map(f32::to_bits).collect()).collect()
+            };
+            assert!(product(&made) == product(&of_codes), "{count} products of {tokens} tokens");
+        }
+    }
 }
 
 #[test]

@@ -13,6 +13,7 @@ use backend_nvfp4::{
 use burn::tensor::{DType, Tensor, TensorData, TensorPrimitive};
 use burn_cubecl::{CubeRuntime, kernel::into_contiguous};
 use half::bf16;
+use kernels_cubecl::quantize::{self, QuantizeOutput};
 use safetensors::SafeTensors;
 use std::collections::BTreeSet;
 
@@ -87,8 +88,8 @@ fn the_gpu_quantizes_as_specified() {
         rows_rounded_as_specified::<Cube<R>>(R::Device::default());
         across_as_specified::<Cube<R>>(R::Device::default());
         together_as_specified::<Cube<R>>(R::Device::default());
-        hadamard_as_specified::<R>();
         across_in_16_bits::<R>();
+        values_are_those_of_the_codes::<R>();
     }
     on_gpu!(on_cube);
 }
@@ -216,29 +217,6 @@ fn short_values(random: &mut Random, len: usize) -> Vec<f32> {
     random.normals(len, 1.0).iter().map(|v| (v.clamp(-3.9, 3.9) * 64.0).round() / 64.0).collect()
 }
 
-fn hadamard_as_specified<R: CubeRuntime>() {
-    let x = short_values(&mut Random::new(3), 64 * 48);
-    let device = R::Device::default();
-    let input = into_contiguous(matrix::<Cube<R>>(&x, 64, 48, &device).into_primitive().tensor());
-    let output = poisoned::<R>(x.len());
-    let signs = kernels_cubecl::hadamard::SIGNS;
-    let client = input.client.clone();
-    kernels_cubecl::hadamard::hadamard(
-        &client,
-        input.into_array_arg(),
-        output.clone().into_primitive().tensor().into_array_arg(),
-        DType::F32.into(),
-        signs,
-    )
-    .unwrap();
-    assert_eq!(spec::wide(&host(output)), spec::rotated(&x));
-}
-
-/// An output of one dimension (CUDA pads the rows of matrices) whose NaNs show what a kernel did not write.
-fn poisoned<R: CubeRuntime>(len: usize) -> Tensor<Cube<R>, 1> {
-    Tensor::from_data(TensorData::new(vec![f32::NAN; len], [len]), (&R::Device::default(), DType::F32))
-}
-
 /// The transpose of a matrix is quantized without being written: rotated or not, with every rounding.
 fn across_as_specified<B: Nvfp4Kernels>(device: B::Device) {
     let mut random = Random::new(5);
@@ -284,6 +262,51 @@ fn across_in_16_bits<R: CubeRuntime>() {
                 let x = matrix::<Cube<R>>(&x, rows, cols, &device).cast(dtype);
                 let ours = quantized_across::<Cube<R>>(x, spec, rotated);
                 assert_eq!(ours, expected, "{rows}x{cols} {dtype:?}, rotated {rotated}, {rounding:?}");
+            }
+        }
+    }
+}
+
+/// For a product that is made at once, the quantizer writes the values of the codes instead of the codes.
+fn values_are_those_of_the_codes<R: CubeRuntime>() {
+    let (mut random, device) = (Random::new(47), R::Device::default());
+    for dtype in [DType::F32, DType::F16, DType::BF16] {
+        if !supports::<Cube<R>>(&device, dtype) {
+            continue;
+        }
+        for (rows, cols) in [(48, 80), (16, 3), (144, 208)] {
+            let x = matrix::<Cube<R>>(&short_values(&mut random, rows * cols), rows, cols, &device).cast(dtype);
+            let x = into_contiguous(x.into_primitive().tensor());
+            let (client, arg) =
+                (&x.client, |x: &Tensor<Cube<R>, 1>| x.clone().into_primitive().tensor().into_array_arg());
+            let zeros = |len: usize, dtype| Tensor::<Cube<R>, 1>::zeros([len], (&device, dtype));
+            for (rotated, rounding) in across_cases() {
+                for (view, rotated) in [(View::transposed(rows, cols), rotated), (View::row_major(rows, cols), false)] {
+                    if !view.cols.is_multiple_of(16) {
+                        continue;
+                    }
+                    let spec = QuantizeSpec { scaling: Scaling::Two, block: BlockShape::Row, rounding };
+                    let (amax, values, global) =
+                        (zeros(3, DType::F32), zeros(rows * cols, dtype), zeros(1, DType::F32));
+                    let input = || x.clone().into_array_arg();
+                    if rotated {
+                        quantize::amax_rotated(client, input(), dtype.into(), view, arg(&amax), None).unwrap();
+                    } else {
+                        quantize::amax(client, input(), dtype.into(), 1.0, arg(&amax)).unwrap();
+                    }
+                    let out = QuantizeOutput::Values { values: arg(&values), global: arg(&global) };
+                    quantize::quantize(client, input(), dtype.into(), arg(&amax), out, view, spec, rotated).unwrap();
+                    let x = Tensor::<Cube<R>, 2>::from_primitive(TensorPrimitive::Float(x.clone()));
+                    let packed = if view.col_stride == 1 {
+                        Nvfp4Tensor::quantize(x, spec).to_packed().unwrap()
+                    } else {
+                        quantized_across::<Cube<R>>(x, spec, rotated)
+                    };
+                    let case = format!("{rows}x{cols} {dtype:?}, {view:?}, rotated {rotated}, {rounding:?}");
+                    assert_eq!(host(global)[0], packed.global, "{case}");
+                    let expected = reference::dequantize(&Packed { global: 1.0, ..packed }, view.rows, view.cols);
+                    assert_eq!(host(values), expected, "{case}");
+                }
             }
         }
     }

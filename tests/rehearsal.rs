@@ -40,7 +40,7 @@ use train_cli::{
     settings::DeviceChoice,
     talk::{
         answer::Answer,
-        batch::{Asked, Batch, Listener},
+        batch::{Batch, Listener, NewAnswer},
         first_answers::{Expected, FirstAnswers},
     },
 };
@@ -256,7 +256,7 @@ impl Job for ManyAnswered<'_> {
             while let Some((n, length)) = next.filter(|(_, length)| batch.has_room(**length, &options)) {
                 // No prompt begins like another.
                 let prompt = vec![n as u32; *length];
-                batch.begin(Asked { prompt, options: options.clone(), ends: vec![], listener: Ended(&ended) })?;
+                batch.begin(NewAnswer { prompt, options: options.clone(), ends: vec![], listener: Ended(&ended) })?;
                 next = waiting.next();
             }
             batch.step()?;

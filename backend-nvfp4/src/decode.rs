@@ -10,7 +10,7 @@ use burn::tensor::{
     backend::Backend,
     ops::{FloatTensor, IntTensor},
 };
-pub use kernels_cubecl::decoder::PAGE;
+pub use kernels_cubecl::cuda_text::decoder::PAGE;
 
 /// A transformer block, and its KV cache.
 #[derive(Debug, Clone)]

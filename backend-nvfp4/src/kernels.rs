@@ -38,15 +38,20 @@ pub trait Nvfp4Kernels: Nvfp4Backend {
     /// Hadamard transform rotates every 16 values first.
     fn nvfp4_quantize_across(x: FloatTensor<Self>, spec: QuantizeSpec, rotated: bool) -> Nvfp4Primitive<Self>;
 
+    /// The result of [`Self::nvfp4_quantize_across`] for one product, in the form that [`Self::products`] reads fastest.
+    fn nvfp4_operand_across(x: FloatTensor<Self>, spec: QuantizeSpec, rotated: bool) -> Operand<Self> {
+        Operand::Packed(Self::nvfp4_quantize_across(x, spec, rotated))
+    }
+
     /// Quantizes a float matrix `[rows, cols]` along its rows as `along` says, and its transpose as
-    /// [`Self::nvfp4_quantize_across`] does with `across` and `rotated`.
-    fn nvfp4_quantize_both(
+    /// [`Self::nvfp4_operand_across`] does with `across` and `rotated`.
+    fn nvfp4_operands(
         x: FloatTensor<Self>,
         along: QuantizeSpec,
         across: QuantizeSpec,
         rotated: bool,
-    ) -> [Nvfp4Primitive<Self>; 2] {
-        [Self::nvfp4_quantize(x.clone(), along), Self::nvfp4_quantize_across(x, across, rotated)]
+    ) -> (Nvfp4Primitive<Self>, Operand<Self>) {
+        (Self::nvfp4_quantize(x.clone(), along), Self::nvfp4_operand_across(x, across, rotated))
     }
 
     /// Quantizes a float matrix `[rows, cols]` as a master weight: two-level, to nearest, with block scales that have room
@@ -114,9 +119,6 @@ pub trait Nvfp4Kernels: Nvfp4Backend {
         out: DType,
     ) -> FloatTensor<Self>;
 
-    /// Rotates every 16 columns of a matrix by the random Hadamard transform.
-    fn hadamard(x: FloatTensor<Self>) -> FloatTensor<Self>;
-
     /// Returns `dx` and `dw` (f32) of a norm without `added` (see [`Nvfp4Backend::rms_norm`]). `dx` is added to the
     /// gradient that x has `so_far`.
     fn rms_norm_backward(
@@ -177,9 +179,7 @@ pub trait Nvfp4Kernels: Nvfp4Backend {
         v: FloatTensor<Self>,
         docs: &Documents<Self>,
         spec: AttentionSpec,
-    ) -> FloatTensor<Self> {
-        Self::causal_attention(q, k, v, docs, spec)
-    }
+    ) -> FloatTensor<Self>;
 
     /// Computes attention of a sequence's newest tokens (a model reads one at a time) over its cache, as
     /// [`Self::prompt_attention`] does for prompts. Sums may take their terms in another order.

@@ -71,6 +71,6 @@ pub use kernels_cubecl::{
 pub use linear::{Calibrated, Nvfp4Linear, PackedMaster, linears};
 pub use ops::{Activations, LinearLayer, Nvfp4Backend};
 pub use optim::{AdamwState, Judged, MasterKind, Moment, StateKind};
-pub use packed::{Nvfp4Primitive, Nvfp4Tensor, Operand, PACKED_BYTES, Packed};
+pub use packed::{Nvfp4Primitive, Nvfp4Tensor, Operand, PACKED_BYTES, Packed, Unscaled};
 pub use recipe::{ActivationScale, GivenScale, LinearSpec, Nvfp4Parts, Precision, Recipe};
 pub use services::{DeviceMemory, DeviceServices, MemoryUse};

@@ -10,7 +10,7 @@ use crate::{
     ops::{Activations, LinearLayer, Nvfp4Backend},
     optim::{AdamwState, Judged, Moment, StateKind},
     packed::{Nvfp4Primitive, Operand, Packed},
-    primitive::{primitive, tensor},
+    primitive::primitive,
     recipe::{GivenScale, LinearSpec, Precision},
     reference,
     services::{DeviceMemory, DeviceServices, MemoryUse},
@@ -19,7 +19,7 @@ use crate::{
 use burn::{
     backend::ndarray::{NdArray, NdArrayTensor, SharedArray},
     tensor::{
-        DType, Element, Shape, Tensor, TensorData, TensorMetadata,
+        DType, Element, Shape, TensorData, TensorMetadata,
         ops::{FloatTensor, FloatTensorOps, IntTensor, IntTensorOps},
     },
 };
@@ -106,7 +106,9 @@ impl Nvfp4Kernels for NdArray {
 
     fn nvfp4_quantize_across(x: FloatTensor<Self>, spec: QuantizeSpec, rotated: bool) -> Nvfp4Primitive<Self> {
         let across = Self::float_transpose(x);
-        Self::nvfp4_quantize(if rotated { Self::hadamard(across) } else { across }, spec)
+        let (rows, cols) = (across.shape()[0], across.shape()[1]);
+        let rotate = |x| from_floats(reference::hadamard(&floats(x), SIGNS), [rows, cols]);
+        Self::nvfp4_quantize(if rotated { rotate(across) } else { across }, spec)
     }
 
     fn nvfp4_quantize_master(x: FloatTensor<Self>) -> Nvfp4Primitive<Self> {
@@ -185,11 +187,6 @@ impl Nvfp4Kernels for NdArray {
         products.into_iter().reduce(Self::float_add).expect("a sum has a product")
     }
 
-    fn hadamard(x: FloatTensor<Self>) -> FloatTensor<Self> {
-        let (rows, cols) = (x.shape()[0], x.shape()[1]);
-        from_floats(reference::hadamard(&floats(x), SIGNS), [rows, cols])
-    }
-
     fn rms_norm_backward(
         x: FloatTensor<Self>,
         w: FloatTensor<Self>,
@@ -263,8 +260,7 @@ impl Nvfp4Kernels for NdArray {
         docs: &Documents<Self>,
         spec: AttentionSpec,
     ) -> FloatTensor<Self> {
-        let [k, v] = [k, v].map(padded_keys);
-        burn_ops::attention::<Self>(q, k, v, docs, spec)
+        burn_ops::prompt_attention::<Self>(q, k, v, docs, spec)
     }
 
     fn cached_attention(
@@ -432,20 +428,6 @@ impl HostState {
         });
         AdamwState { kind: self.kind, m: moment(self.m, false), v: moment(self.v, true), residual }
     }
-}
-
-/// Pads keys or values `[S, G*E]` of a sequence with zeros until S is a multiple of 8. The sum of a softmax takes 8 keys at a
-/// time, and keys that are left over one by one. If none are left over, the order of its terms depends on the keys that a token
-/// sees, and not on those that are read with it.
-fn padded_keys(x: NdArrayTensor) -> NdArrayTensor {
-    let x = tensor::<NdArray, 2>(x);
-    let [keys, columns] = x.dims();
-    let missing = keys.next_multiple_of(8) - keys;
-    if missing == 0 {
-        return primitive(x);
-    }
-    let zeros = Tensor::zeros([missing, columns], &x.device());
-    primitive(Tensor::cat(vec![x, zeros], 0))
 }
 
 /// Multiplies two matrices as they are stored. Burn's own product copies a transposed matrix first, which would copy the

@@ -70,6 +70,17 @@ pub enum Operand<B: Backend> {
     Dense(FloatTensor<B>),
     /// NVFP4 codes.
     Packed(Nvfp4Primitive<B>),
+    /// What a product reads of NVFP4 codes that nothing else needs. A weight is none.
+    Unscaled(Unscaled<B>),
+}
+
+/// The values of an NVFP4 matrix without its tensor scale: each `code * scale`, which 16 bits hold exactly.
+#[derive(Debug, Clone)]
+pub struct Unscaled<B: Backend> {
+    /// `[rows, cols]`.
+    pub values: FloatTensor<B>,
+    /// The tensor scale, as in [`Packed::global`].
+    pub global: IntTensor<B>,
 }
 
 /// A packed matrix as part of a module. Its data was checked when it came to the device, or an operation made it there.

@@ -58,7 +58,7 @@ fn weights<B: Nvfp4Kernels>(layers: Vec<LinearLayer<B>>, spec: LinearSpec) -> Ve
     if packs && spec.shares_scale {
         let dense = |layer: &LinearLayer<B>| match &layer.weight {
             Operand::Dense(w) => Some(w.clone()),
-            Operand::Packed(_) => None,
+            Operand::Packed(_) | Operand::Unscaled(_) => None,
         };
         together = B::nvfp4_quantize_together(layers.iter().filter_map(dense).collect(), spec.weights());
     }
@@ -66,7 +66,7 @@ fn weights<B: Nvfp4Kernels>(layers: Vec<LinearLayer<B>>, spec: LinearSpec) -> Ve
     let weight = |layer: LinearLayer<B>| match layer.weight {
         Operand::Dense(w) if !packs => Operand::Dense(cast::<B>(w, spec.precision.dtype())),
         Operand::Dense(w) => Operand::Packed(together.next().unwrap_or_else(|| B::nvfp4_quantize(w, spec.weights()))),
-        codes @ Operand::Packed(_) => codes,
+        codes => codes,
     };
     layers.into_iter().map(weight).collect()
 }
@@ -108,11 +108,10 @@ fn gradient_operands<B: Nvfp4Kernels>(
     let (along, across) = (spec.gradients(parts, false), spec.gradients(parts, true));
     let [rows, _] = dy.shape().dims();
     if of_dw && of_dx && rows.is_multiple_of(16) {
-        let [along, across] = B::nvfp4_quantize_both(dy, along, across, parts.hadamard);
-        return (Some(Operand::Packed(across)), Some(Operand::Packed(along)));
+        let (along, across) = B::nvfp4_operands(dy, along, across, parts.hadamard);
+        return (Some(across), Some(Operand::Packed(along)));
     }
-    let packed_across = |dy| B::nvfp4_quantize_across(in_blocks_of_16::<B>(dy), across, parts.hadamard);
-    let dw = of_dw.then(|| Operand::Packed(packed_across(dy.clone())));
+    let dw = of_dw.then(|| B::nvfp4_operand_across(in_blocks_of_16::<B>(dy.clone()), across, parts.hadamard));
     (dw, of_dx.then(|| Operand::Packed(B::nvfp4_quantize(dy, along))))
 }
 
@@ -132,8 +131,7 @@ fn weight_gradients<B: Nvfp4Kernels>(
         // Blocks of both operands run along the tokens. Their rotations cancel.
         (Some(parts), Operand::Dense(x)) => {
             let spec = specs[0].activations();
-            let x = B::nvfp4_quantize_across(in_blocks_of_16::<B>(x), spec, parts.hadamard);
-            (Product::Nt, Operand::Packed(x))
+            (Product::Nt, B::nvfp4_operand_across(in_blocks_of_16::<B>(x), spec, parts.hadamard))
         }
         (_, x) => (Product::Tn, x),
     };

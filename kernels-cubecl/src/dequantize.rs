@@ -75,8 +75,8 @@ fn dequantize_kernel<F: Float, N: Size>(
             for i in 0..n {
                 let mut value = e2m1_decode(code_of(word, comptime!((part * n + i) as u32))) * scale;
                 #[unroll]
-                for g in 0..globals.len() {
-                    value *= globals.index(g)[0];
+                for level in 0..globals.len() {
+                    value *= globals.index(level)[0];
                 }
                 values[i] = value;
             }
@@ -97,7 +97,6 @@ fn dequantize_pairs_kernel<F: Float>(
 ) {
     let cube = (CUBE_POS_Y * CUBE_COUNT_X + CUBE_POS_X) as usize;
     let first = cube * comptime!(256 * WORDS) + UNIT_POS as usize;
-    let unit = Vector::<F, Const<2>>::new(F::new(comptime!(1.0 / pair_unit(bf16) / scale_unit(bf16))));
     let mut words = Array::<u32>::new(WORDS);
     let mut bytes = Array::<u32>::new(WORDS);
     #[unroll]
@@ -110,16 +109,23 @@ fn dequantize_pairs_kernel<F: Float>(
     for i in 0..WORDS {
         let at = first + comptime!(i * 256);
         if at < codes.len() {
-            let scale = e4m3_pair::<F>(bytes[i], bf16);
-            let pairs = e2m1_pairs::<F>(words[i], bf16);
-            let mut values = Vector::<F, Const<8>>::empty();
-            #[unroll]
-            for k in 0..4usize {
-                let pair = pairs[k] * scale * unit;
-                values[k] = pair[0];
-                values[comptime!(k + 4)] = pair[1];
-            }
-            y[at] = values;
+            y[at] = values_by_pairs::<F>(words[i], bytes[i], bf16);
         }
     }
+}
+
+/// `code * scale` of the eight codes of a word, in 16 bits.
+#[cube]
+pub(crate) fn values_by_pairs<F: Float>(word: u32, scale: u32, #[comptime] bf16: bool) -> Vector<F, Const<8>> {
+    let unit = Vector::<F, Const<2>>::new(F::new(comptime!(1.0 / pair_unit(bf16) / scale_unit(bf16))));
+    let scale = e4m3_pair::<F>(scale, bf16);
+    let pairs = e2m1_pairs::<F>(word, bf16);
+    let mut values = Vector::<F, Const<8>>::empty();
+    #[unroll]
+    for k in 0..4usize {
+        let pair = pairs[k] * scale * unit;
+        values[k] = pair[0];
+        values[comptime!(k + 4)] = pair[1];
+    }
+    values
 }

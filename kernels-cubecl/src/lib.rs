@@ -1,5 +1,5 @@
 //! NVFP4 device kernels. They are written once in CubeCL, which compiles them for CUDA, for Vulkan and for its other
-//! targets; those in [`hopper`] and [`decoder`] are CUDA C++, because they use instructions that CubeCL does not have.
+//! targets; those in [`hopper`](cuda_text::hopper) and [`decoder`](cuda_text::decoder) are CUDA C++, because they use instructions that CubeCL does not have.
 //!
 //! NVFP4 is a 4-bit float format: a value is a 4-bit code times a scale that 16 values share. [`layout`] says where
 //! codes and scales lie in memory. A *packed* matrix is stored that way; a *dense* one holds plain floats.
@@ -18,8 +18,9 @@
 //! | [`mod@block_scaled`] | two packed matrices on tensor cores that read NVFP4 |
 //! | [`matmul`] | products with packed operands on devices without tensor cores |
 //! | [`attention`], [`decode_attention`] | causal grouped-query attention: forward, backward, and over a long cache |
-//! | [`hopper`] | products and attention on Hopper's own instructions |
-//! | [`decoder`] | a whole transformer block for a few tokens, in one launch |
+//! | [`cuda_text`] | the kernels that are written in CUDA C++, and how they are launched |
+//! | [`hopper`](cuda_text::hopper) | of these: products and attention on Hopper's own instructions |
+//! | [`decoder`](cuda_text::decoder) | of these: a whole transformer block for a few tokens, in one launch |
 //! | [`mod@rms_norm`], [`rope`], [`mod@swiglu`] | the small operations of a transformer block, with their gradients |
 //! | [`mod@column_sums`] | sums of columns, the last step of a norm's weight gradient |
 //! | [`mod@cross_entropy`] | the loss, and its gradient in place of the logits |
@@ -38,8 +39,8 @@
 //!
 //! # Which device runs what
 //! [`mod@gemm`], [`mod@gemv`], [`attention`] and [`decode_attention`] need 16-bit tensor cores, `ldmatrix` and
-//! `cp.async` ([`mma::supported`]), which CubeCL offers on CUDA from sm_80 on and not on Vulkan. [`decoder`] needs
-//! CUDA and bf16 tensor cores, [`hopper`] sm_90, [`mod@block_scaled`] sm_120 or sm_121. All other kernels are portable.
+//! `cp.async` ([`mma::supported`]), which CubeCL offers on CUDA from sm_80 on and not on Vulkan. [`decoder`](cuda_text::decoder) needs
+//! CUDA and bf16 tensor cores, [`hopper`](cuda_text::hopper) sm_90, [`mod@block_scaled`] sm_120 or sm_121. All other kernels are portable.
 //!
 //! # Letters
 //! A letter has one meaning in this crate. Matrices that no letter describes have `rows` and `cols`.
@@ -61,9 +62,10 @@
 //! | `R`, `F`, `N` | type parameters: the runtime, a float type, the length of a vector |
 //!
 //! The indices of `T`, `S`, `H` and `E` are `t`, `s`, `h` and `e`. Other lower-case names are defined in the formula that
-//! uses them. Two groups of names come from elsewhere: [`adamw`] keeps the letters of its paper (`m` and `v` are the
-//! moments of step `t`), and PTX names its instructions by three numbers, such as `m16n8k16` for 16 rows, 8 columns and
-//! sums of 16 products.
+//! uses them. Three groups of names come from elsewhere: [`adamw`] keeps the letters of its paper (`g` is the gradient, `m` and
+//! `v` are the moments of step `t`); PTX names its instructions by three numbers, such as `m16n8k16` for 16 rows, 8 columns
+//! and sums of 16 products; and in CUDA texts, lane (`g`, `t`) of a warp is thread `t` of its group `g`, as in PTX's tables of
+//! fragments.
 //!
 //! # Launches
 //! This crate knows no model, no file but the cache of compiled kernels ([`compile_ahead`]), and of the tensor library only the mark of a device, which
@@ -85,9 +87,8 @@ pub mod column_sums;
 pub mod compile_ahead;
 pub mod cross_entropy;
 pub mod cuda_source;
-mod cuda_text;
+pub mod cuda_text;
 pub mod decode_attention;
-pub mod decoder;
 pub mod dequantize;
 pub mod device;
 pub mod draw;
@@ -97,7 +98,6 @@ pub mod gemm;
 pub mod gemv;
 pub mod gradient;
 pub mod hadamard;
-pub mod hopper;
 pub mod host_memory;
 pub mod layout;
 pub mod likeliest;

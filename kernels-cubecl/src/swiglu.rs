@@ -85,9 +85,9 @@ fn swiglu_kernel<F: Float, N: Size>(
     let mut top = 0.0f32;
     let mut at = ABSOLUTE_POS;
     while at < y.len() {
-        let g = Vector::<f32, N>::cast_from(gate[at]);
-        let u = Vector::<f32, N>::cast_from(up[at]);
-        let value = Vector::<F, N>::cast_from(g * sigmoid(g) * u);
+        let gates = Vector::<f32, N>::cast_from(gate[at]);
+        let ups = Vector::<f32, N>::cast_from(up[at]);
+        let value = Vector::<F, N>::cast_from(gates * sigmoid(gates) * ups);
         y[at] = value;
         if comptime!(maxima.len() == 1) {
             top = max(top, largest(value));
@@ -110,13 +110,13 @@ fn swiglu_backward_kernel<F: Float, N: Size>(
     #[define(F)] _dtype: StorageType,
 ) {
     if ABSOLUTE_POS < dy.len() {
-        let g = Vector::<f32, N>::cast_from(gate[ABSOLUTE_POS]);
-        let u = Vector::<f32, N>::cast_from(up[ABSOLUTE_POS]);
-        let d = Vector::<f32, N>::cast_from(dy[ABSOLUTE_POS]);
-        let s = sigmoid(g);
+        let gates = Vector::<f32, N>::cast_from(gate[ABSOLUTE_POS]);
+        let ups = Vector::<f32, N>::cast_from(up[ABSOLUTE_POS]);
+        let dys = Vector::<f32, N>::cast_from(dy[ABSOLUTE_POS]);
+        let s = sigmoid(gates);
         let one = Vector::<f32, N>::new(1.0f32);
-        up[ABSOLUTE_POS] = Vector::cast_from(d * g * s);
-        gate[ABSOLUTE_POS] = Vector::cast_from(d * u * s * (one + g * (one - s)));
+        up[ABSOLUTE_POS] = Vector::cast_from(dys * gates * s);
+        gate[ABSOLUTE_POS] = Vector::cast_from(dys * ups * s * (one + gates * (one - s)));
     }
 }
 

@@ -5,7 +5,7 @@ use super::gpu::{BF16, Data, F32, Gpu, PackedData};
 use crate::support::Random;
 use backend_nvfp4::reference;
 use half::bf16;
-use kernels_cubecl::decoder::{
+use kernels_cubecl::cuda_text::decoder::{
     ActivationRounding, Caches, DecoderBlock, DecoderShape, PAGE, Scratch, Weight, decoder_block,
 };
 use std::ops::Range;

@@ -16,7 +16,7 @@ use kernels_cubecl::{
     attention::Instructions,
     block_scaled,
     cuda_source::{Executor, Launch, OnLaunch, SourceDevice},
-    hopper,
+    cuda_text::hopper,
     matmul::PackedArgs,
 };
 use rayon::prelude::*;

@@ -6,8 +6,8 @@ use super::{
     gpu::{BF16, F16, F32, Gpu},
 };
 use kernels_cubecl::{
+    cuda_text::hopper,
     gemm::GemmShape,
-    hopper,
     matmul::Product::{Nn, Nt, Tn},
 };
 

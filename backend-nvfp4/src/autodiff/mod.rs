@@ -10,7 +10,7 @@ use crate::{
     attention::{AttentionSpec, Documents, Rotary},
     kernels::{AttentionSaved, Nvfp4Kernels},
     ops::{Activations, LinearLayer, Nvfp4Backend},
-    packed::Operand,
+    packed::{Operand, Unscaled},
     recipe::{LinearSpec, Precision},
     services::{DeviceMemory, MemoryUse},
     straight_through,
@@ -38,6 +38,9 @@ impl<B: Nvfp4Kernels, Strategy: CheckpointStrategy> Nvfp4Backend for Autodiff<B,
             let (weight, parent) = match weight {
                 Operand::Dense(w) => (Operand::Dense(w.primitive.clone()), Some(w)),
                 Operand::Packed(codes) => (Operand::Packed(codes), gradient),
+                Operand::Unscaled(Unscaled { values, global }) => {
+                    (Operand::Unscaled(Unscaled { values: values.primitive, global }), gradient)
+                }
             };
             // A weight that is not trained stands in the graph as a leaf without gradient.
             parents.push(parent.unwrap_or_else(|| Self::from_inner(x.values.primitive.clone())));

@@ -22,6 +22,32 @@ pub(crate) fn attention<B: Nvfp4Kernels>(
     primitive(ungrouped(y, docs, spec).reshape([m, c]))
 }
 
+/// The same over the cache of a sequence, with sums whose order depends on the keys that a token sees, and not on those that are
+/// read with it.
+pub(crate) fn prompt_attention<B: Nvfp4Kernels>(
+    q: FloatTensor<B>,
+    k: FloatTensor<B>,
+    v: FloatTensor<B>,
+    docs: &Documents<B>,
+    spec: AttentionSpec,
+) -> FloatTensor<B> {
+    let [k, v] = [k, v].map(padded_keys::<B>);
+    attention::<B>(q, k, v, docs, spec)
+}
+
+/// Pads keys or values `[S, G*E]` of a sequence with zeros until S is a multiple of 8. The sum of a softmax takes up to 8 keys at a
+/// time, and keys that are left over in another way; so none may be left over.
+fn padded_keys<B: Backend>(x: FloatTensor<B>) -> FloatTensor<B> {
+    let x = tensor::<B, 2>(x);
+    let [keys, columns] = x.dims();
+    let missing = keys.next_multiple_of(8) - keys;
+    if missing == 0 {
+        return primitive(x);
+    }
+    let zeros = Tensor::zeros([missing, columns], (&x.device(), x.dtype()));
+    primitive(Tensor::cat(vec![x, zeros], 0))
+}
+
 /// Returns `dq`, `dk` and `dv`. With the weights `p` they are `dv = pᵀ dy`, `dq = ds k` and `dk = dsᵀ q`, where
 /// `ds = p (dy vᵀ - rowsum(p dy vᵀ)) / sqrt(E)`.
 pub(crate) fn attention_backward<B: Nvfp4Kernels>(

@@ -38,5 +38,8 @@ fn one<B: Nvfp4Kernels>(
             B::nvfp4_matmul_packed(&a, &b, product, dtype, out)
         }
         (Operand::Packed(a), b) => one(product, Operand::Dense(B::nvfp4_dequantize(&a, dtype)), b, precision, out),
+        (Operand::Unscaled(_), _) | (_, Operand::Unscaled(_)) => {
+            unreachable!("a backend that makes such operands multiplies them")
+        }
     }
 }

@@ -5,13 +5,20 @@ use super::{
     launch::{arg, dims, empty, launched, writable},
     packed_cube::PackedCube,
 };
-use crate::{attention::Rotary, burn_ops, ops::Activations, packed::Packed, recipe::LinearSpec};
+use crate::{
+    attention::Rotary,
+    burn_ops,
+    ops::Activations,
+    packed::{Operand, Packed, Unscaled},
+    recipe::LinearSpec,
+};
 use burn::tensor::{DType, TensorMetadata, backend::Backend};
 use burn_cubecl::{CubeRuntime, kernel::into_contiguous, tensor::CubeTensor};
 use kernels_cubecl::{
-    column_sums,
+    block_scaled, column_sums,
     layout::{scales_per_row, words_per_row},
-    quantize::{self, QuantizeSpec, Scaling, View},
+    mma,
+    quantize::{self, QuantizeOutput, QuantizeSpec, Scaling, View},
     rms_norm,
     rope::{self, RopeArgs, RopeShape},
     swiglu,
@@ -151,6 +158,25 @@ pub(super) fn quantized<R: CubeRuntime>(
     spec: QuantizeSpec,
     rotated: bool,
 ) -> PackedCube<R> {
+    coded(x, amax_of(x, view, spec, rotated), view, spec, rotated)
+}
+
+/// The same for one product: the values of the codes, without the tensor scale.
+pub(super) fn unscaled<B, R>(x: &CubeTensor<R>, view: View, spec: QuantizeSpec, rotated: bool) -> Operand<B>
+where
+    R: CubeRuntime,
+    B: Backend<FloatTensorPrimitive = CubeTensor<R>, IntTensorPrimitive = CubeTensor<R>>,
+{
+    unscaled_of(x, amax_of(x, view, spec, rotated), view, spec, rotated)
+}
+
+/// Whether products on this device would decode codes first, so that the quantizer had better write their values.
+pub(super) fn products_read_values<R: CubeRuntime>(x: &CubeTensor<R>) -> bool {
+    x.dtype != DType::F32 && mma::supported(&x.client, x.dtype.into()) && !block_scaled::trusted(&x.client)
+}
+
+/// What the quantizer must know of all values of a matrix.
+fn amax_of<R: CubeRuntime>(x: &CubeTensor<R>, view: View, spec: QuantizeSpec, rotated: bool) -> CubeTensor<R> {
     let (client, dtype) = (&x.client, x.dtype.into());
     let amax = empty(x, [quantize::AMAX_LEN], DType::F32);
     if spec.scaling == Scaling::Two {
@@ -160,16 +186,20 @@ pub(super) fn quantized<R: CubeRuntime>(
             quantize::amax(client, arg(x), dtype, 1.0, arg(&amax))
         });
     }
-    coded(x, amax, view, spec, rotated)
+    amax
 }
 
 /// Quantizes `x` `[rows, cols]` along its rows as `along` says, and its transpose, which is `rotated` first, as `across` says.
 /// One reading of `x` finds the largest magnitudes of both.
-pub(super) fn quantized_both<R: CubeRuntime>(
+pub(super) fn quantized_both<B, R>(
     x: &CubeTensor<R>,
     [along, across]: [QuantizeSpec; 2],
     rotated: bool,
-) -> [PackedCube<R>; 2] {
+) -> (PackedCube<R>, Operand<B>)
+where
+    R: CubeRuntime,
+    B: Backend<FloatTensorPrimitive = CubeTensor<R>, IntTensorPrimitive = CubeTensor<R>>,
+{
     let ([rows, cols], client, dtype) = (dims(x), &x.client, x.dtype.into());
     let view = View::transposed(rows, cols);
     let plain = empty(x, [quantize::AMAX_LEN], DType::F32);
@@ -180,7 +210,11 @@ pub(super) fn quantized_both<R: CubeRuntime>(
     } else {
         quantize::amax(client, arg(x), dtype, 1.0, arg(&plain))
     });
-    [coded(x, plain, View::row_major(rows, cols), along, false), coded(x, turned, view, across, rotated)]
+    let along = coded(x, plain, View::row_major(rows, cols), along, false);
+    if products_read_values(x) {
+        return (along, unscaled_of(x, turned, view, across, rotated));
+    }
+    (along, Operand::Packed(coded(x, turned, view, across, rotated)))
 }
 
 /// Quantizes matrices of one dtype with one tensor scale.
@@ -213,6 +247,25 @@ pub(super) fn coded<R: CubeRuntime>(
     let scales = empty(x, [rows, scales_per_row(cols)], DType::U8);
     let global = empty(x, [1], DType::U32);
     let packed = Packed { codes, scales, global };
-    launched(quantize::quantize(client, arg(x), dtype, arg(&amax), packed.args(), view, spec, rotated));
+    let out = QuantizeOutput::Packed(packed.args());
+    launched(quantize::quantize(client, arg(x), dtype, arg(&amax), out, view, spec, rotated));
     packed
+}
+
+/// The same for one product.
+fn unscaled_of<B, R>(
+    x: &CubeTensor<R>,
+    amax: CubeTensor<R>,
+    view: View,
+    spec: QuantizeSpec,
+    rotated: bool,
+) -> Operand<B>
+where
+    R: CubeRuntime,
+    B: Backend<FloatTensorPrimitive = CubeTensor<R>, IntTensorPrimitive = CubeTensor<R>>,
+{
+    let (values, global) = (empty(x, [view.rows, view.cols], x.dtype), empty(x, [1], DType::U32));
+    let out = QuantizeOutput::Values { values: arg(&values), global: arg(&global) };
+    launched(quantize::quantize(&x.client, arg(x), x.dtype.into(), arg(&amax), out, view, spec, rotated));
+    Operand::Unscaled(Unscaled { values, global })
 }

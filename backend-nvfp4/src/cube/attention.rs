@@ -38,6 +38,24 @@ where
     (y, Some(lse))
 }
 
+/// See [`Nvfp4Kernels::prompt_attention`].
+pub(super) fn prompt_attention<B, R>(
+    q: CubeTensor<R>,
+    k: CubeTensor<R>,
+    v: CubeTensor<R>,
+    docs: &Documents<B>,
+    spec: AttentionSpec,
+) -> CubeTensor<R>
+where
+    R: CubeRuntime,
+    B: Nvfp4Kernels + Backend<FloatTensorPrimitive = CubeTensor<R>, IntTensorPrimitive = CubeTensor<R>>,
+{
+    match flash_shape(&q, docs, spec) {
+        Some(_) => attention_saving(q, k, v, docs, spec).0,
+        None => burn_ops::prompt_attention::<B>(q, k, v, docs, spec),
+    }
+}
+
 /// See [`Nvfp4Kernels::cached_attention`].
 pub(super) fn cached_attention<B, R>(
     q: CubeTensor<R>,
@@ -51,7 +69,7 @@ where
     B: Nvfp4Kernels + Backend<FloatTensorPrimitive = CubeTensor<R>, IntTensorPrimitive = CubeTensor<R>>,
 {
     let shape = flash_shape(&q, docs, spec).filter(|shape| docs.past > 0 && decode_attention::fits(*shape));
-    let Some(shape) = shape else { return attention_saving(q, k, v, docs, spec).0 };
+    let Some(shape) = shape else { return prompt_attention(q, k, v, docs, spec) };
     let [q, k, v] = [q, k, v].map(into_contiguous);
     let y = empty(&q, dims(&q), q.dtype);
     let (qkv, starts, dtype) = ([arg(&q), arg(&k), arg(&v)], arg(&docs.starts), q.dtype.into());

@@ -1,6 +1,9 @@
 //! The blocks of a model for one new token of each sequence: one launch a block, where the kernel takes it.
 
-use super::launch::{arg, dims, empty, launched, writable};
+use super::{
+    joint_products::dims_of,
+    launch::{arg, dims, empty, launched, writable},
+};
 use crate::{
     cache::CacheBuffer,
     decode::{DecodeBlock, DecodeTokens},
@@ -12,7 +15,7 @@ use crate::{
 use burn::tensor::{DType, backend::Backend};
 use burn_cubecl::{CubeRuntime, kernel::into_contiguous, tensor::CubeTensor};
 use kernels_cubecl::{
-    decoder::{self, ActivationRounding, Caches, DecoderBlock, DecoderShape, Scratch, Weight},
+    cuda_text::decoder::{self, ActivationRounding, Caches, DecoderBlock, DecoderShape, Scratch, Weight},
     device::processors,
 };
 use std::ops::Range;
@@ -75,6 +78,7 @@ impl<R: CubeRuntime> Group<R> {
         let weights = block.layers.each_ref().map(|layer| match &layer.weight {
             Operand::Packed(w) => Weight::Packed(w.args()),
             Operand::Dense(w) => Weight::Dense(arg(w)),
+            Operand::Unscaled(_) => unreachable!("a weight is dense or packed"),
         });
         let contiguous = |x: &CubeTensor<R>| arg(&into_contiguous(x.clone()));
         let y = empty(&x, dims(&x), x.dtype);
@@ -111,10 +115,7 @@ where
         CacheBuffer::Native(x) => of_bf16(x),
         CacheBuffer::E4m3(_) => true,
     };
-    let [intermediate, _] = match &block.layers[4].weight {
-        Operand::Dense(w) => dims(w),
-        Operand::Packed(w) => w.dims(),
-    };
+    let [intermediate, _] = dims_of(&block.layers[4].weight);
     (of_bf16(x) && block.cache.iter().all(takes)).then(|| DecoderShape {
         hidden: dims(x)[1],
         intermediate,
@@ -138,6 +139,7 @@ where
             Operand::Dense(w) if layer.spec.recipe.packs_weights() || w.dtype != DType::BF16 => return None,
             Operand::Dense(w) if !w.is_contiguous() => return None,
             Operand::Dense(_) => false,
+            Operand::Unscaled(_) => return None,
         };
         let rounded = match layer.spec.activation_scale {
             _ if !layer.spec.recipe.packs_activations() => ActivationRounding::Not,

@@ -1,11 +1,11 @@
 //! Products of layers that read the same activations, in one launch. Of the table in `products.rs`, the first row and the third
-//! can do this.
+//! can do this. Operands that were made for their products ([`Operand::Unscaled`]) are multiplied here, also one by one.
 
 use super::{
     launch::{arg, dims, empty, launched},
     packed_cube::PackedCube,
 };
-use crate::packed::Operand;
+use crate::packed::{Operand, Packed, Unscaled};
 use burn::tensor::{DType, backend::Backend};
 use burn_cubecl::{CubeRuntime, kernel::into_contiguous, tensor::CubeTensor};
 use kernels_cubecl::{
@@ -14,6 +14,7 @@ use kernels_cubecl::{
     matmul::Product,
     mma,
 };
+use std::ops::Range;
 
 /// Makes several products on values of type `dtype` in one launch and stores them, or their sum if `summed`, as `out`.
 /// A list of one operand is paired with every operand of the other list. Returns `None` if the products have to be made
@@ -35,48 +36,73 @@ where
     let shape = |i: usize| GemmShape::of(product, dims_of(&a[of(a, i)]), dims_of(&b[of(b, i)]));
     let shapes: Vec<_> = (0..count).map(shape).collect();
     let like = match &b[0] {
-        Operand::Dense(x) => x.clone(),
+        Operand::Dense(x) | Operand::Unscaled(Unscaled { values: x, .. }) => x.clone(),
         Operand::Packed(w) => w.codes.clone(),
     };
     let client = &like.client;
-    let alike = |list: &[Operand<B>]| list.iter().all(|x| packed_of(x).is_some() == packed_of(&list[0]).is_some());
-    if count == 1 || dtype == DType::F32 || !mma::supported(client, dtype.into()) || !(alike(a) && alike(b)) {
+    let alike = |list: &[Operand<B>]| list.iter().all(|x| global_of(x).is_some() == global_of(&list[0]).is_some());
+    if dtype == DType::F32 || !mma::supported(client, dtype.into()) || !(alike(a) && alike(b)) {
         return None;
     }
-    let globals =
-        |i: usize| [packed_of(&a[of(a, i)]), packed_of(&b[of(b, i)])].into_iter().flatten().map(|w| arg(&w.global));
+    let globals = |i: usize| [global_of(&a[of(a, i)]), global_of(&b[of(b, i)])].into_iter().flatten().map(arg);
     let native = product == Product::Nt && packed_of(&a[0]).is_some() && block_scaled::trusted(client);
     let whole = shapes.iter().all(|shape| shape.fits(product) && shape.i * shape.j * shape.r > 0);
-    if native || !whole || !gemm::gains_together(client, &shapes, summed) {
+    let together = count > 1 && gemm::gains_together(client, &shapes, summed);
+    let made_for_this = a.iter().chain(b).any(|x| matches!(x, Operand::Unscaled(_)));
+    if native || !whole || !(together || made_for_this) {
         return None;
     }
     let results = if summed { &shapes[..1] } else { &shapes };
     let ys: Vec<_> = results.iter().map(|s| empty(&like, [s.i, s.j], out)).collect();
     let dense = |list: &[Operand<B>]| list.iter().map(|x| values(x, dtype)).collect::<Vec<_>>();
-    let args = |list: &[CubeTensor<R>]| list.iter().map(arg).collect();
-    launched(gemm(
-        client,
-        Gemm {
-            a: args(&dense(a)),
-            b: args(&dense(b)),
-            scales: (0..count).flat_map(globals).collect(),
-            out: args(&ys),
-            types: (dtype.into(), out.into()),
-            shapes,
-            product,
-            accumulate: false,
-        },
-    ));
+    let (lefts, rights) = (dense(a), dense(b));
+    let launch = |products: Range<usize>| {
+        let args = |list: &[CubeTensor<R>]| match list {
+            [one] => vec![arg(one)],
+            many => many[products.clone()].iter().map(arg).collect(),
+        };
+        launched(gemm(
+            client,
+            Gemm {
+                a: args(&lefts),
+                b: args(&rights),
+                scales: products.clone().flat_map(globals).collect(),
+                out: args(&ys),
+                types: (dtype.into(), out.into()),
+                shapes: shapes[products.clone()].to_vec(),
+                product,
+                accumulate: false,
+            },
+        ));
+    };
+    if together || summed {
+        launch(0..count);
+    } else {
+        (0..count).for_each(|i| launch(i..i + 1));
+    }
     Some(ys)
 }
 
-fn dims_of<B, R>(x: &Operand<B>) -> [usize; 2]
+/// The tensor scale of an operand that has one.
+fn global_of<B, R>(x: &Operand<B>) -> Option<&CubeTensor<R>>
 where
     R: CubeRuntime,
     B: Backend<FloatTensorPrimitive = CubeTensor<R>, IntTensorPrimitive = CubeTensor<R>>,
 {
     match x {
-        Operand::Dense(x) => dims(x),
+        Operand::Dense(_) => None,
+        Operand::Packed(Packed { global, .. }) | Operand::Unscaled(Unscaled { global, .. }) => Some(global),
+    }
+}
+
+/// The rows and columns of an operand.
+pub(super) fn dims_of<B, R>(x: &Operand<B>) -> [usize; 2]
+where
+    R: CubeRuntime,
+    B: Backend<FloatTensorPrimitive = CubeTensor<R>, IntTensorPrimitive = CubeTensor<R>>,
+{
+    match x {
+        Operand::Dense(x) | Operand::Unscaled(Unscaled { values: x, .. }) => dims(x),
         Operand::Packed(w) => w.dims(),
     }
 }
@@ -88,7 +114,7 @@ where
     B: Backend<FloatTensorPrimitive = CubeTensor<R>, IntTensorPrimitive = CubeTensor<R>>,
 {
     match x {
-        Operand::Dense(_) => None,
+        Operand::Dense(_) | Operand::Unscaled(_) => None,
         Operand::Packed(w) => Some(w),
     }
 }
@@ -102,5 +128,6 @@ where
     match x {
         Operand::Dense(x) => into_contiguous(x.clone()),
         Operand::Packed(w) => w.values(dtype, false),
+        Operand::Unscaled(x) => x.values.clone(),
     }
 }

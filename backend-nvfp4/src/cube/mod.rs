@@ -14,7 +14,8 @@ mod token_products;
 
 use self::{
     activations::{
-        Normed, activations, coded, column_sums, gated, normed, quantized, quantized_both, quantized_together,
+        Normed, activations, coded, column_sums, gated, normed, products_read_values, quantized, quantized_both,
+        quantized_together, unscaled,
     },
     launch::{arg, dims, empty, launched, writable},
 };
@@ -46,7 +47,7 @@ use burn_cubecl::{
 use cubecl::server::ComputeServer;
 use kernels_cubecl::{
     adamw::{AdamwStep, Master},
-    bench, e4m3, gradient, hadamard,
+    bench, e4m3, gradient,
     matmul::Product,
     normal,
     quantize::{self, BlockShape, QuantizeSpec, Rounding, Scaling, View},
@@ -137,12 +138,21 @@ where
         quantized(&x, View::transposed(rows, cols), spec, rotated)
     }
 
-    fn nvfp4_quantize_both(
+    fn nvfp4_operand_across(x: FloatTensor<Self>, spec: QuantizeSpec, rotated: bool) -> Operand<Self> {
+        let x = into_contiguous(x);
+        let [rows, cols] = dims(&x);
+        if products_read_values(&x) {
+            return unscaled(&x, View::transposed(rows, cols), spec, rotated);
+        }
+        Operand::Packed(Self::nvfp4_quantize_across(x, spec, rotated))
+    }
+
+    fn nvfp4_operands(
         x: FloatTensor<Self>,
         along: QuantizeSpec,
         across: QuantizeSpec,
         rotated: bool,
-    ) -> [Nvfp4Primitive<Self>; 2] {
+    ) -> (Nvfp4Primitive<Self>, Operand<Self>) {
         quantized_both(&into_contiguous(x), [along, across], rotated)
     }
 
@@ -227,13 +237,6 @@ where
             .expect("a sum has a product")
     }
 
-    fn hadamard(x: FloatTensor<Self>) -> FloatTensor<Self> {
-        let x = into_contiguous(x);
-        let y = empty(&x, dims(&x), x.dtype);
-        launched(hadamard::hadamard(&x.client, arg(&x), arg(&y), x.dtype.into(), hadamard::SIGNS));
-        y
-    }
-
     fn rms_norm_backward(
         x: FloatTensor<Self>,
         w: FloatTensor<Self>,
@@ -316,6 +319,16 @@ where
         let y = CubeTensor::new_contiguous(room.client, room.device, Shape::new(shape), room.handle, dtype);
         launched(e4m3::decode(&words.client, arg(&words), arg(&y), dtype.into()));
         y
+    }
+
+    fn prompt_attention(
+        q: FloatTensor<Self>,
+        k: FloatTensor<Self>,
+        v: FloatTensor<Self>,
+        docs: &Documents<Self>,
+        spec: AttentionSpec,
+    ) -> FloatTensor<Self> {
+        attention::prompt_attention(q, k, v, docs, spec)
     }
 
     fn cached_attention(

@@ -7,6 +7,7 @@
 //! | 16-bit matrices, on tensor cores | [`gemm()`]; on Hopper, by its own matrix instructions |
 //! | two packed matrices, on tensor cores that read NVFP4 | [`block_scaled()`] |
 //! | a packed operand and a 16-bit one, or two packed, on other tensor cores | dequantize (exact), then [`gemm()`] |
+//! | what the quantizer made for one product, on other tensor cores | [`gemm()`] of these values (`joint_products.rs`) |
 //! | f32 matrices | cubek, one unit a tile |
 //! | batched products, f32 matrices in TF32 | cubek's own choice |
 //! | a packed operand where activations are f32 or TF32, or on any other device | the portable kernel |

@@ -11,8 +11,8 @@ use super::{
     send_block, turn_block,
 };
 use crate::{
+    cuda_text::hopper::attention::{self as hopper, Kernel},
     error::{KernelError, expect_len, index},
-    hopper::attention::{self as hopper, Kernel},
     mma::{Octet, Pair, UNITS, fill, lane_col, lane_row, row_max, row_sum, whole_rows, zero_sums},
 };
 use cubecl::prelude::*;

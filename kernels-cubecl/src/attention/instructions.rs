@@ -1,6 +1,6 @@
 //! Which matrix instructions the kernels of attention use.
 
-use crate::hopper::attention::takes;
+use crate::cuda_text::hopper::attention::takes;
 use cubecl::prelude::*;
 
 /// The matrix instructions by which a kernel multiplies.

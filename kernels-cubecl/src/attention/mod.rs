@@ -9,7 +9,7 @@
 //! documents and a cached prefix are one case. Scores never leave the registers. Sums are f32.
 //!
 //! Bound by the tensor cores and by reading fragments from shared memory. Blocks of hidden scores are skipped. The kernels of
-//! this folder use `mma.sync`; those of [`crate::hopper`] use Hopper's own instructions.
+//! this folder use `mma.sync`; those of [`crate::cuda_text::hopper`] use Hopper's own instructions.
 
 use crate::{
     KernelError,

@@ -6,7 +6,7 @@ use super::{
 };
 use crate::{
     KernelError,
-    decoder::{self, ActivationRounding, Caches, DecoderBlock, DecoderShape, PAGE, Scratch, Weight},
+    cuda_text::decoder::{self, ActivationRounding, Caches, DecoderBlock, DecoderShape, PAGE, Scratch, Weight},
     device::processors,
     e4m3::BYTES_PER_WORD,
     likeliest,

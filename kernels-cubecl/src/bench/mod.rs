@@ -15,7 +15,7 @@
 //! | `decode.rs` | products of a few tokens |
 //! | `decoder.rs` | a whole block of a few tokens; the most likely tokens |
 
-use crate::{KernelError, block_scaled, hopper, mma};
+use crate::{KernelError, block_scaled, cuda_text::hopper, mma};
 use cubecl::{
     ir::{ElemType, FloatKind},
     prelude::*,

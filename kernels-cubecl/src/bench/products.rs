@@ -8,9 +8,9 @@ use crate::{
     KernelError,
     block_scaled::{self, block_scaled},
     cross_entropy::cross_entropy,
+    cuda_text::hopper,
     dequantize::dequantize,
     gemm::{self, Gemm, GemmShape, gemm},
-    hopper,
     matmul::Product,
 };
 use cubecl::prelude::*;

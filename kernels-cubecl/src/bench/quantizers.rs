@@ -7,7 +7,7 @@ use super::{
 use crate::{
     KernelError,
     dequantize::dequantize,
-    quantize::{self, BlockShape, QuantizeSpec, Rounding, Scaling, View},
+    quantize::{self, BlockShape, QuantizeOutput, QuantizeSpec, Rounding, Scaling, View},
     rng::Stream,
 };
 use cubecl::prelude::*;
@@ -44,7 +44,11 @@ impl<'a, R: Runtime> Bench<'a, R> {
                 }
             }
             self.row(show, name, shape.clone(), moved(n as f64 * 2.5625), |_| {
-                let out = self.packed([&codes, &scales, &global], view.rows, view.cols);
+                let out = QuantizeOutput::Packed(self.packed([&codes, &scales, &global], view.rows, view.cols));
+                quantize::quantize(client, self.arg(&x, n), BF16, self.arg(&amax, 3), out, view, spec, rotated)
+            })?;
+            self.row(show, &format!("{name}, to values"), shape.clone(), moved(n as f64 * 4.0), |_| {
+                let out = QuantizeOutput::Values { values: self.arg(&y, n), global: self.arg(&global, 1) };
                 quantize::quantize(client, self.arg(&x, n), BF16, self.arg(&amax, 3), out, view, spec, rotated)
             })?;
         }
@@ -79,7 +83,7 @@ impl<'a, R: Runtime> Bench<'a, R> {
         let n = rows * cols;
         quantize::amax_of_maxima(self.client, self.arg(maxima, len), 1.0, self.arg(amax, 3))?;
         let spec = QuantizeSpec { scaling: Scaling::Two, block: BlockShape::Row, rounding: Rounding::Nearest };
-        let out = self.packed([codes, scales, global], rows, cols);
+        let out = QuantizeOutput::Packed(self.packed([codes, scales, global], rows, cols));
         let (x, view) = (self.arg(made, n), View::row_major(rows, cols));
         quantize::quantize(self.client, x, BF16, self.arg(amax, 3), out, view, spec, false)
     }

@@ -22,14 +22,14 @@
 //! | `kernel.rs` | the kernel: which cube makes which tile, and where the result goes |
 //! | `stages.rs` | the sum of one tile: copies into shared memory, and `mma.sync` |
 //!
-//! [`crate::hopper`] makes the same products on Hopper's own matrix instructions.
+//! [`crate::cuda_text::hopper`] makes the same products on Hopper's own matrix instructions.
 //!
 //! Moves `i*r + j*r + i*j` values and computes `2*i*j*r` operations: bound by the tensor cores from about 300 rows on.
 
 use crate::{
+    cuda_text::hopper::gemm as hopper,
     device::{processors, sequence},
     error::{KernelError, index, require},
-    hopper::gemm as hopper,
     matmul::Product,
     mma::UNITS,
 };

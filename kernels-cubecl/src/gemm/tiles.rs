@@ -2,7 +2,7 @@
 //! of tiles leaves least of the device idle.
 
 use super::shape::GemmShape;
-use crate::{device::processors, hopper::is_hopper};
+use crate::{cuda_text::hopper::is_hopper, device::processors};
 use cubecl::prelude::*;
 
 /// Rows of y that a cube makes. Columns after the first 128 lie in a separate region of shared memory.

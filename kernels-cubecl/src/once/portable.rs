@@ -7,11 +7,11 @@ use crate::{
     cross_entropy::cross_entropy,
     dequantize::dequantize,
     draw::{Draw, draw},
-    e4m3, hadamard,
+    e4m3,
     matmul::{Product, matmul_dense_packed, matmul_packed_packed},
     normal,
     penalty::{Penalty, penalize},
-    quantize::{self, AMAX_LEN, BlockShape, QuantizeSpec, Rounding, Scaling, View},
+    quantize::{self, AMAX_LEN, BlockShape, QuantizeOutput, QuantizeSpec, Rounding, Scaling, View},
     rms_norm,
     rope::{self, RopeShape},
     segment_sum::segment_sum,
@@ -41,7 +41,13 @@ pub(super) fn quantizers<R: Runtime>(zeros: &Zeros<R>, rows: usize) -> Result<()
                     quantize::amax_rotated(client, zeros.values(n), dtype, view, zeros.floats(AMAX_LEN), plain)?;
                 }
             }
-            quantize::quantize(client, x, dtype, amax, zeros.packed(view.rows, view.cols), view, spec, rotated)?;
+            let packed = QuantizeOutput::Packed(zeros.packed(view.rows, view.cols));
+            quantize::quantize(client, x, dtype, amax, packed, view, spec, rotated)?;
+            if spec.block == BlockShape::Row {
+                let (x, amax, global) = (zeros.values(n), zeros.floats(AMAX_LEN), zeros.floats(1));
+                let values = QuantizeOutput::Values { values: zeros.values(n), global };
+                quantize::quantize(client, x, dtype, amax, values, view, spec, rotated)?;
+            }
         }
     }
     let n = rows * COLS;
@@ -55,7 +61,6 @@ pub(super) fn quantizers<R: Runtime>(zeros: &Zeros<R>, rows: usize) -> Result<()
     for scaled in [false, true] {
         dequantize(client, zeros.packed(rows, COLS), scaled, zeros.values(n), dtype)?;
     }
-    hadamard::hadamard(client, zeros.values(n), zeros.values(n), dtype, hadamard::SIGNS)?;
     Ok(())
 }
 

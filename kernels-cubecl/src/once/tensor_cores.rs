@@ -5,13 +5,13 @@ use crate::{
     KernelError,
     attention::{self, AttentionShape, Instructions},
     block_scaled::{self, block_scaled},
+    cuda_text::decoder::{self, ActivationRounding, Caches, DecoderBlock, DecoderShape, PAGE, Scratch, Weight},
+    cuda_text::hopper,
     decode_attention,
-    decoder::{self, ActivationRounding, Caches, DecoderBlock, DecoderShape, PAGE, Scratch, Weight},
     device::processors,
     e4m3::BYTES_PER_WORD,
     gemm::{self, Gemm, GemmShape},
     gemv::{Gemv, gemv},
-    hopper,
     matmul::Product,
 };
 use cubecl::{

@@ -22,13 +22,18 @@
 //! have been replaced in between.
 
 use crate::{
-    codec::{e2m1_bounded, e2m1_word, e4m3_scale},
+    codec::{e2m1_bounded, e2m1_decode, e2m1_word, e4m3_decode, e4m3_scale},
+    dequantize::values_by_pairs,
+    device::{bit_casts, sequence, vector_size},
     error::{KernelError, expect_blocks, expect_len, require},
-    layout::scale_index,
+    layout::{code_of, scale_index},
     matmul::PackedArgs,
     rng::{Cipher, Stream, cipher, philox},
 };
-use cubecl::prelude::*;
+use cubecl::{
+    ir::{ElemType, FloatKind},
+    prelude::*,
+};
 
 mod amax;
 mod rows;
@@ -39,12 +44,27 @@ pub use amax::{AMAX_LEN, amax, amax_of_maxima, amax_rotated, amax_together};
 pub use rows::rounded_rows;
 pub use spec::{BlockShape, QuantizeSpec, Rounding, Scaling};
 pub use tile::View;
-use tile::{DeviceView, QuantizeGrid, RowBlock, gap, load_rows, own, rotate_row, store_across, units};
+use tile::{
+    DeviceView, MadeBlock, QuantizeGrid, RowBlock, gap, load_rows, moved_across, own, place_across, rotate_row, units,
+};
 
-/// Quantizes `x` (float of type `dtype`, laid out as `view`) into `codes` (u32, `rows x cols/8`), `scales` (u8, `rows
-/// x cols/16`) and `global` (f32, 1). If `rotated`, every 16 columns are Hadamard-transformed first. `amax` (f32, 3)
-/// comes from [`amax()`], from [`amax_together`] if matrices share a tensor scale, or from [`amax_rotated`] if `rotated`;
-/// single-level scaling ignores it.
+/// What a quantized matrix becomes.
+pub enum QuantizeOutput<R: Runtime> {
+    /// Codes, block scales and tensor scale.
+    Packed(PackedArgs<R>),
+    /// For a product that is made at once: each `code * scale`, of the type of `x` and row-major, and the tensor scale. So
+    /// nobody has to write codes and read them again.
+    Values {
+        /// `rows x cols` values.
+        values: ArrayArg<R>,
+        /// f32, 1.
+        global: ArrayArg<R>,
+    },
+}
+
+/// Quantizes `x` (float of type `dtype`, laid out as `view`) into `out`. If `rotated`, every 16 columns are Hadamard-transformed
+/// first. `amax` (f32, 3) comes from [`amax()`], from [`amax_together`] if matrices share a tensor scale, or from
+/// [`amax_rotated`] if `rotated`; single-level scaling ignores it.
 ///
 /// # Errors
 /// If the columns (and for 16x16 blocks the rows) are not a multiple of 16, or a buffer does not fit the shape.
@@ -54,17 +74,28 @@ pub fn quantize<R: Runtime>(
     x: ArrayArg<R>,
     dtype: StorageType,
     amax: ArrayArg<R>,
-    out: PackedArgs<R>,
+    out: QuantizeOutput<R>,
     view: View,
     spec: QuantizeSpec,
     rotated: bool,
 ) -> Result<(), KernelError> {
     const NAME: &str = "quantize";
     let View { rows, cols, .. } = view;
-    out.check(NAME)?;
-    require(NAME, [out.rows, out.cols] == [rows, cols], || {
-        format!("codes of {}x{} for a matrix of {rows}x{cols}", out.rows, out.cols)
-    })?;
+    let (codes, scales, values, global) = match out {
+        QuantizeOutput::Packed(out) => {
+            out.check(NAME)?;
+            require(NAME, [out.rows, out.cols] == [rows, cols], || {
+                format!("codes of {}x{} for a matrix of {rows}x{cols}", out.rows, out.cols)
+            })?;
+            (Some(out.codes), Some(out.scales), None, out.global)
+        }
+        QuantizeOutput::Values { values, global } => {
+            expect_blocks(NAME, "columns", cols)?;
+            expect_len(NAME, "values", values.size(), rows * cols)?;
+            expect_len(NAME, "global", global.size(), 1)?;
+            (None, None, Some(values), global)
+        }
+    };
     if spec.block == BlockShape::Square {
         expect_blocks(NAME, "rows", rows)?;
     }
@@ -79,6 +110,8 @@ pub fn quantize<R: Runtime>(
         Rounding::Stochastic(stream) => (true, stream),
     };
     let grid = QuantizeGrid::new(client, dtype, view, spec.block)?;
+    let bf16 = dtype == StorageType::Scalar(ElemType::Float(FloatKind::BF16));
+    let by_pairs = bit_casts(client) && dtype.size() == 2;
     // SAFETY: buffer lengths were checked against the shape; units outside it write nothing.
     unsafe {
         quantize_kernel::launch_unchecked(
@@ -86,11 +119,13 @@ pub fn quantize<R: Runtime>(
             grid.count,
             grid.dim,
             grid.vector,
+            vector_size(client, dtype, 8),
             x,
             amax,
-            out.codes,
-            out.scales,
-            out.global,
+            sequence(codes),
+            sequence(scales),
+            sequence(values),
+            global,
             grid.place,
             cipher(stream),
             spec.scaling == Scaling::Two,
@@ -99,6 +134,8 @@ pub fn quantize<R: Runtime>(
             grid.along,
             grid.lines,
             rotated,
+            by_pairs,
+            bf16,
             dtype,
         );
     }
@@ -107,11 +144,12 @@ pub fn quantize<R: Runtime>(
 
 #[cube(launch_unchecked)]
 #[allow(clippy::too_many_arguments, reason = "a kernel takes its buffers one by one")]
-fn quantize_kernel<F: Float, N: Size>(
+fn quantize_kernel<F: Float, N: Size, Width: Size>(
     x: &Array<Vector<F, N>>,
     amax: &Array<f32>,
-    codes: &mut Array<Vector<u32, Const<2>>>,
-    scales: &mut Array<u8>,
+    codes: &mut Sequence<Array<Vector<u32, Const<2>>>>,
+    scales: &mut Sequence<Array<u8>>,
+    values: &mut Sequence<Array<Vector<F, Width>>>,
     global: &mut Array<f32>,
     place: DeviceView,
     cipher: &Cipher,
@@ -121,6 +159,8 @@ fn quantize_kernel<F: Float, N: Size>(
     #[comptime] along: bool,
     #[comptime] lines: usize,
     #[comptime] rotated: bool,
+    #[comptime] by_pairs: bool,
+    #[comptime] bf16: bool,
     #[define(F)] _dtype: StorageType,
 ) {
     let (row, col) = own(along, lines);
@@ -142,8 +182,7 @@ fn quantize_kernel<F: Float, N: Size>(
         }
         global[0] = g;
     }
-    let mut words = Sequence::<Vector<u32, Const<2>>>::new();
-    let mut bytes = Sequence::<u32>::new();
+    let mut made = Sequence::<MadeBlock>::new();
     #[unroll]
     for line in 0..lines {
         let block_amax = if comptime!(square) { square_amax } else { rows.index(line).amax };
@@ -153,21 +192,62 @@ fn quantize_kernel<F: Float, N: Size>(
             let row = row + comptime!(line as u32 * gap(along));
             philox(scale_index(row, col, place.cols) as u32, cipher, 0u32, &mut random);
         }
-        words.push(encoded(rows.index(line), block_amax, encode, &random, stochastic));
-        bytes.push(byte);
+        made.push(MadeBlock { words: encoded(rows.index(line), block_amax, encode, &random, stochastic), scale: byte });
     }
-    if comptime!(along) {
-        #[unroll]
-        for line in 0..lines {
-            let row = row + comptime!(line as u32 * gap(true));
-            if row < place.rows && col < place.cols {
-                let at = scale_index(row, col, place.cols);
-                codes[at] = *words.index(line);
-                scales[at] = u8::cast_from(*bytes.index(line));
+    let stored = if comptime!(along) { made } else { moved_across(&made) };
+    #[unroll]
+    for line in 0..lines {
+        let (row, col) =
+            if comptime!(along) { (row + comptime!(line as u32 * gap(true)), col) } else { place_across(line) };
+        if row < place.rows && col < place.cols {
+            let at = scale_index(row, col, place.cols);
+            let block = stored.index(line);
+            if comptime!(values.len() == 1) {
+                store_values::<F, Width>(block, at, values.index_mut(0usize), by_pairs, bf16);
+            } else {
+                codes.index_mut(0usize)[at] = block.words;
+                scales.index_mut(0usize)[at] = u8::cast_from(block.scale);
             }
         }
-    } else {
-        store_across(&words, &bytes, codes, scales, place);
+    }
+}
+
+/// Writes `code * scale` of a block, which is the one of number `at` in its matrix.
+#[cube]
+fn store_values<F: Float, Width: Size>(
+    block: &MadeBlock,
+    at: usize,
+    values: &mut Array<Vector<F, Width>>,
+    #[comptime] by_pairs: bool,
+    #[comptime] bf16: bool,
+) {
+    let width = Width::value();
+    #[unroll]
+    for half in 0..2usize {
+        let word = block.words[half];
+        let mut eight = Array::<F>::new(8usize);
+        if comptime!(by_pairs) {
+            let pairs = values_by_pairs::<F>(word, block.scale, bf16);
+            #[unroll]
+            for i in 0..8usize {
+                eight[i] = pairs[i];
+            }
+        } else {
+            let scale = e4m3_decode(block.scale);
+            #[unroll]
+            for i in 0..8usize {
+                eight[i] = F::cast_from(e2m1_decode(code_of(word, comptime!(i as u32))) * scale);
+            }
+        }
+        #[unroll]
+        for part in 0..comptime!(8 / width) {
+            let mut vector = Vector::<F, Width>::empty();
+            #[unroll]
+            for i in 0..width {
+                vector[i] = eight[comptime!(part * width + i)];
+            }
+            values[at * comptime!(16 / width) + comptime!(half * 8 / width + part)] = vector;
+        }
     }
 }
 

@@ -10,7 +10,7 @@ use crate::{
     device::vector_size,
     error::{KernelError, index, require},
     hadamard::{SIGNS, rotate},
-    layout::{BLOCK, scale_index, scales_per_row},
+    layout::{BLOCK, scales_per_row},
     mma::Pair,
     quantize::spec::BlockShape,
 };
@@ -271,40 +271,47 @@ fn amax_of(values: &Array<f32>) -> f32 {
     amax
 }
 
-/// Moves the results of a cube across its tile, so that four units write the 32 bytes of codes of a row.
+/// What becomes of the 16 columns of a row.
+#[derive(CubeType)]
+pub(super) struct MadeBlock {
+    /// The codes.
+    pub(super) words: Vector<u32, Const<2>>,
+    /// The byte of the scale.
+    pub(super) scale: u32,
+}
+
+/// Moves the results of a cube across its tile, so that four units write the 32 bytes of codes of a row, or its 128 bytes of
+/// 16-bit values. [`place_across()`] says where a unit's results then lie.
 #[cube]
-pub(super) fn store_across(
-    words: &Sequence<Vector<u32, Const<2>>>,
-    made_scales: &Sequence<u32>,
-    codes: &mut Array<Vector<u32, Const<2>>>,
-    scales: &mut Array<u8>,
-    place: DeviceView,
-) {
+pub(super) fn moved_across(blocks: &Sequence<MadeBlock>) -> Sequence<MadeBlock> {
     let mut made = SharedMemory::<u32>::new(comptime!((TILE * MADE) as usize));
     let pairs = comptime!(TILE / 2);
     let at = UNIT_POS_X % pairs * comptime!(2 * MADE) + UNIT_POS_X / pairs * 3u32;
     #[unroll]
     for line in 0..2usize {
         let at = (at + comptime!(line as u32 * MADE)) as usize;
-        let words = *words.index(line);
-        made[at] = words[0];
-        made[at + 1usize] = words[1];
-        made[at + 2usize] = *made_scales.index(line);
+        let block = blocks.index(line);
+        made[at] = block.words[0];
+        made[at + 1usize] = block.words[1];
+        made[at + 2usize] = block.scale;
     }
     sync_cube();
+    let mut moved = Sequence::<MadeBlock>::new();
     #[unroll]
-    for pass in 0..2u32 {
-        let at = UNIT_POS_X + comptime!(pass * units(false));
-        let (down, block) = (at / 4u32, at % 4u32);
-        let (row, col) = (CUBE_POS_X * TILE + down, CUBE_POS_Y * TILE + block * 16u32);
-        if row < place.rows && col < place.cols {
-            let from = (down * MADE + block * 3u32) as usize;
-            let mut words = Vector::<u32, Const<2>>::empty();
-            words[0] = made[from];
-            words[1] = made[from + 1usize];
-            let at = scale_index(row, col, place.cols);
-            codes[at] = words;
-            scales[at] = u8::cast_from(made[from + 2usize]);
-        }
+    for pass in 0..2usize {
+        let at = UNIT_POS_X + comptime!(pass as u32 * units(false));
+        let from = (at / 4u32 * MADE + at % 4u32 * 3u32) as usize;
+        let mut words = Vector::<u32, Const<2>>::empty();
+        words[0] = made[from];
+        words[1] = made[from + 1usize];
+        moved.push(MadeBlock { words, scale: made[from + 2usize] });
     }
+    moved
+}
+
+/// The row and the column of the block that a unit has after [`moved_across()`].
+#[cube]
+pub(super) fn place_across(#[comptime] pass: usize) -> (u32, u32) {
+    let at = UNIT_POS_X + comptime!(pass as u32 * units(false));
+    (CUBE_POS_X * TILE + at / 4u32, CUBE_POS_Y * TILE + at % 4u32 * 16u32)
 }

@@ -10,8 +10,8 @@
 use super::{AttentionShape, QueryBuffers, QueryBuffersLaunch, Saved, check, own_row, reserved, store_rows};
 use crate::{
     attention::{BLOCK_ROWS, Call, Heads, Instructions, product_across, product_along},
+    cuda_text::hopper::attention::{self as hopper, Kernel},
     error::{KernelError, expect_len, index},
-    hopper::attention::{self as hopper, Kernel},
     mma::{Octet, Pair, UNITS, fill, lane_col, ring, sent, whole_rows, zero_sums},
 };
 use cubecl::prelude::{barrier::Barrier, *};

@@ -9,8 +9,8 @@ use crate::{
     attention::{
         BLOCK_ROWS, Call, Heads, Instructions, key_blocks, product_across, product_along, send_block, turn_block,
     },
+    cuda_text::hopper::attention::{self as hopper, Kernel},
     error::{KernelError, expect_len, index},
-    hopper::attention::{self as hopper, Kernel},
     mma::{Octet, Pair, UNITS, fill, lane_col, whole_rows, zero_sums},
 };
 use cubecl::prelude::*;

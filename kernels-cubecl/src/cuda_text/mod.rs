@@ -1,5 +1,8 @@
-//! Kernels that are written in CUDA C++, for instructions that CubeCL does not have. CubeCL compiles a shell for such a
-//! kernel, which has its number of units and its shared memory; then the text takes the place of the shell's.
+//! Kernels that are written in CUDA C++, for instructions that CubeCL does not have. All such text lies in this folder:
+//! [`hopper`] has the products and the attention of one generation of cards, [`decoder`] a transformer block in one launch.
+//!
+//! CubeCL compiles a shell for such a kernel, which has its number of units and its shared memory; then the text takes the
+//! place of the shell's.
 
 use cubecl::{
     ir::{ElemType, StorageType, UIntKind},
@@ -13,6 +16,9 @@ use cubecl_runtime::{
     server::ExecutionMode,
 };
 use std::{fmt::Debug, hash::Hash};
+
+pub mod decoder;
+pub mod hopper;
 
 /// What is compiled into a written kernel. Its text depends on nothing else.
 pub(crate) trait Written: Clone + Debug + Eq + Hash + Send + Sync + 'static {

@@ -3,7 +3,7 @@
 use super::form::{HopperGemmForm, Mapped};
 use crate::{
     cuda_text::Written,
-    hopper::{
+    cuda_text::hopper::{
         Number,
         text::{define, from_shared, instructions},
     },

@@ -1,9 +1,9 @@
 //! What is compiled into a kernel, and the shared memory that it takes.
 
 use crate::{
+    cuda_text::hopper::{ALIGNMENT, BARRIERS, Number, PIECE, SHARED},
     error::{KernelError, require},
     gemm::{args::Gemm, shape::NAME},
-    hopper::{ALIGNMENT, BARRIERS, Number, PIECE, SHARED},
     matmul::Product,
 };
 use cubecl::prelude::*;

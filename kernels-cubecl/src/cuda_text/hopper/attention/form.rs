@@ -2,7 +2,7 @@
 
 use crate::{
     attention::Heads,
-    hopper::{ALIGNMENT, BARRIERS, Number, PIECE, SHARED},
+    cuda_text::hopper::{ALIGNMENT, BARRIERS, Number, PIECE, SHARED},
 };
 
 /// Rows that a cube owns: 64 for each of two warpgroups.

@@ -3,7 +3,7 @@
 use super::form::{HopperAttentionForm, Kernel, ROWS};
 use crate::{
     cuda_text::Written,
-    hopper::text::{define, from_registers, from_shared, instructions},
+    cuda_text::hopper::text::{define, from_registers, from_shared, instructions},
 };
 
 impl Kernel {
