@@ -11,7 +11,7 @@ use std::{cmp::Reverse, collections::BinaryHeap, ops::Range};
 /// The pages of a pool.
 #[derive(Debug)]
 pub(crate) struct Pages {
-    pages: Vec<Page>,
+    pages: Vec<PageState>,
     /// The cached pages with which sequences begin.
     first: Vec<usize>,
     /// Counts what was cached or used.
@@ -21,7 +21,7 @@ pub(crate) struct Pages {
 }
 
 #[derive(Debug, Default)]
-struct Page {
+struct PageState {
     /// Number of sequences that use the page.
     references: usize,
     cached: Option<CachedPage>,
@@ -50,7 +50,7 @@ pub(crate) struct Found {
 impl Pages {
     /// `count` free pages.
     pub(crate) fn new(count: usize) -> Self {
-        let pages = (0..count).map(|_| Page::default()).collect();
+        let pages = (0..count).map(|_| PageState::default()).collect();
         Self { pages, first: vec![], clock: 0, unused: count }
     }
 
@@ -113,7 +113,7 @@ impl Pages {
         if count > self.available() {
             return None;
         }
-        let is_free = |page: &Page| page.references == 0 && page.cached.is_none();
+        let is_free = |page: &PageState| page.references == 0 && page.cached.is_none();
         self.evict_oldest(count.saturating_sub(self.pages.iter().filter(|page| is_free(page)).count()));
         // Free pages that lie side by side, the smallest such row that has room for all.
         let mut rows: Vec<Range<usize>> = Vec::new();
@@ -150,7 +150,7 @@ impl Pages {
     }
 
     fn last_use_if_evictable(&self, page: usize) -> Option<u64> {
-        let Page { references, cached } = &self.pages[page];
+        let PageState { references, cached } = &self.pages[page];
         cached.as_ref().filter(|cached| *references == 0 && cached.children.is_empty()).map(|cached| cached.last_use)
     }
 

@@ -1,7 +1,7 @@
 //! Flags of the commands that write a model in another form, and of `inspect`, which lists what a file holds.
 
 use crate::settings::{
-    DeviceChoice, HeadFormat,
+    DeviceChoice, HeadFormat, TOKENIZER,
     defaults::{MAX_SEQ_LENGTH, SCALING_NAME},
     parser,
 };
@@ -15,9 +15,8 @@ pub struct ExportArgs {
     /// Model to export: a checkpoint, a run folder, a model folder, a .dat file or a .safetensors file
     #[arg(short, long, alias = "checkpoint", value_name = "PATH")]
     pub model: PathBuf,
-    /// Folder that holds tokenizer and chat template, and config.json too if there is none beside the model [default: the model's
-    /// folder]
-    #[arg(long, value_name = "DIR")]
+    /// Folder that holds tokenizer and chat template.
+    #[arg(long, value_name = "DIR", help = TOKENIZER)]
     pub tokenizer: Option<PathBuf>,
     /// .dat file to write
     #[arg(long, value_name = "FILE")]
@@ -26,9 +25,11 @@ pub struct ExportArgs {
     /// (with or without a scale for the whole matrix). Cannot be combined with --scales and --head
     #[arg(long, value_name = "FILE")]
     pub like: Option<PathBuf>,
-    /// Which scales NVFP4 weights have [default: those of the model, if its weights are NVFP4; otherwise those that are
-    /// given in the record of its training (trained.json, or trainer_state.json in a checkpoint); `two` if there is no record]
-    #[arg(long, conflicts_with = "like", value_parser = parser::<Scaling>())]
+    /// Which scales NVFP4 weights have.
+    #[arg(long, conflicts_with = "like", value_parser = parser::<Scaling>(), help = format!(
+        "Which scales NVFP4 weights have [default: those of the model, if its weights are NVFP4; otherwise those that are given in \
+         the record of its training (trained.json, or trainer_state.json in a checkpoint); `{SCALING_NAME}` if there is no record]"
+    ))]
     pub scales: Option<Scaling>,
     /// How the output head is stored [default: NVFP4 if the file with which training began has an NVFP4 head. Otherwise f16 for a
     /// separate head; a tied head (one that is the embedding) is not stored a second time]
@@ -72,9 +73,8 @@ pub struct ExportHfArgs {
     /// Model to export: a run folder, a checkpoint, a model folder, or a .dat or .safetensors file
     #[arg(short, long, alias = "checkpoint", value_name = "PATH")]
     pub model: PathBuf,
-    /// Folder that holds tokenizer and chat template, and config.json too if there is none beside the model [default: the model's
-    /// folder]
-    #[arg(long, value_name = "DIR")]
+    /// Folder that holds tokenizer and chat template.
+    #[arg(long, value_name = "DIR", help = TOKENIZER)]
     pub tokenizer: Option<PathBuf>,
     /// Folder to write
     #[arg(short, long, value_name = "DIR")]
@@ -94,8 +94,8 @@ pub struct ExportHfArgs {
     pub calibration_data: Vec<PathBuf>,
     /// Sequences that the model reads.
     #[arg(long, value_name = "N", help = format!(
-        "How many sequences of --calibration-data the model reads, from the beginning of the files. A sequence is a row, or a piece of \
-         a row that has more than {MAX_SEQ_LENGTH} tokens [default: {CALIBRATION_ROWS}]"
+        "Number of sequences of --calibration-data that the model reads, from the beginning of the files. A row of more than \
+         {MAX_SEQ_LENGTH} tokens is several sequences [default: {CALIBRATION_ROWS}]"
     ))]
     pub calibration_rows: Option<std::num::NonZeroUsize>,
     /// Largest size of one file of weights

@@ -1,6 +1,6 @@
 //! Flags of `data`, which looks at training rows and makes them.
 
-use crate::settings::{AUTO, Auto, Format, LossOn, defaults::longest, parser};
+use crate::settings::{AUTO, Auto, Format, LossOn, TOKENIZER, defaults::longest, parser};
 use clap::{Args, Subcommand, builder::NonEmptyStringValueParser};
 use std::path::PathBuf;
 
@@ -47,9 +47,8 @@ pub struct RowsArgs {
     /// Model whose tokenizer and chat template make the tokens: a model folder, a run folder, a checkpoint or a model file
     #[arg(short, long, value_name = "PATH")]
     pub model: PathBuf,
-    /// Folder that holds tokenizer and chat template, and config.json too if there is none beside the model [default: the model's
-    /// folder]
-    #[arg(long, value_name = "DIR")]
+    /// Folder that holds tokenizer and chat template.
+    #[arg(long, value_name = "DIR", help = TOKENIZER)]
     pub tokenizer: Option<PathBuf>,
     /// Maximum length of a training sequence, in tokens.
     #[arg(long, value_name = "N", help = longest("Maximum length of a training sequence, in tokens"))]

@@ -1,6 +1,6 @@
 //! Flags of the commands that answer: `generate`, `chat` and `serve`.
 
-use crate::settings::{AUTO, Auto, DeviceChoice, parser};
+use crate::settings::{AUTO, Auto, DeviceChoice, TOKENIZER, parser};
 use backend_nvfp4::{CacheFormat, Precision};
 use clap::Args;
 use model_qwen3::sampling::Sampling;
@@ -96,9 +96,8 @@ pub struct ModelArgs {
     /// Model to run: a model folder, a run folder, a checkpoint, a .dat file or a .safetensors file
     #[arg(short, long, value_name = "PATH", aliases = ["weight", "model-dir"])]
     pub model: PathBuf,
-    /// Folder that holds tokenizer and chat template, and config.json too if there is none beside the model [default: the model's
-    /// folder]
-    #[arg(long, value_name = "DIR")]
+    /// Folder that holds tokenizer and chat template.
+    #[arg(long, value_name = "DIR", help = TOKENIZER)]
     pub tokenizer: Option<PathBuf>,
     /// Quantize activations to NVFP4 too, as 4-bit inference (W4A4) does [default: as the model was trained]
     #[arg(long, num_args = 0..=1, default_missing_value = "true", value_name = "BOOL")]

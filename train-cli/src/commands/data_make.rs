@@ -27,7 +27,7 @@ pub(super) fn run(args: &MakeArgs) -> Result<(), CliError> {
     let text = text.map_err(CliError::of_flag("RECIPE"))?;
     let wrong = |reason: String| CliError::Usage(format!("{}: {reason}", args.recipe.display()));
     let recipe = RowRecipe::parse(&text).map_err(wrong)?;
-    let written = Written::of(&args.output)?;
+    let written = RowFormat::of(&args.output)?;
     check_output("--output", &args.output, std::slice::from_ref(&args.recipe))?;
     check_free("--output", &args.output, args.overwrite)?;
     let seed = args.seed.unwrap_or(recipe.seed);
@@ -47,12 +47,12 @@ pub(super) fn run(args: &MakeArgs) -> Result<(), CliError> {
 
 /// The format of a file of rows.
 #[derive(Clone, Copy)]
-enum Written {
+enum RowFormat {
     Tsv,
     Messages,
 }
 
-impl Written {
+impl RowFormat {
     fn of(path: &Path) -> Result<Self, CliError> {
         let extension = path.extension().and_then(|extension| extension.to_str()).map(str::to_ascii_lowercase);
         match extension.as_deref() {

@@ -13,7 +13,7 @@ use crate::{
     },
     talk::{
         answer::{self, Answer},
-        batch::{Asked, Batch, Listener},
+        batch::{Batch, Listener, NewAnswer},
         entry::LONGEST,
         first_answers::Expected,
         loaded::{Loaded, Opened, thinking},
@@ -118,7 +118,7 @@ impl Job for Generate {
 }
 
 /// What is asked, as the model reads it.
-struct Prompt<'a> {
+struct OnePrompt<'a> {
     question: &'a AskedPrompt,
     ids: Vec<u32>,
 }
@@ -130,7 +130,7 @@ fn prompts<'a>(
     text: &TextFiles,
     options: &GenerateOptions,
     limit: usize,
-) -> Result<Vec<Prompt<'a>>, CliError> {
+) -> Result<Vec<OnePrompt<'a>>, CliError> {
     let prompt = |question: &'a AskedPrompt| {
         let at = |e: CliError| match question.line {
             None => e,
@@ -138,7 +138,7 @@ fn prompts<'a>(
         };
         let ids = prompt_ids(question.asked(), args, text).map_err(at)?;
         check_length(&ids, options, limit).map_err(at)?;
-        Ok(Prompt { question, ids })
+        Ok(OnePrompt { question, ids })
     };
     questions.iter().map(prompt).collect()
 }
@@ -148,7 +148,7 @@ fn one<B: Nvfp4Kernels + DeviceMemory>(
     args: &GenerateArgs,
     loaded: &Loaded<B>,
     options: &GenerateOptions,
-    prompt: &Prompt,
+    prompt: &OnePrompt,
 ) -> Result<(), CliError> {
     let Loaded { model, text, .. } = loaded;
     let mut session = Session::new(model, prompt.ids.len() + options.max_tokens)?;
@@ -172,7 +172,7 @@ fn all<B: Nvfp4Kernels + DeviceMemory>(
     args: &GenerateArgs,
     loaded: &Loaded<B>,
     options: &GenerateOptions,
-    prompts: &[Prompt],
+    prompts: &[OnePrompt],
     capacity: usize,
 ) -> Result<(), CliError> {
     let Loaded { model, text, .. } = loaded;
@@ -188,7 +188,7 @@ fn all<B: Nvfp4Kernels + DeviceMemory>(
             options.sampling.seed = options.sampling.seed.wrapping_add((begun % args.answers) as u64);
             let (prompt, ends) = (prompts[begun / args.answers].ids.clone(), args.sampling.stop.clone());
             let listener = AnswerPlace { number: begun, complete: &complete };
-            batch.begin(Asked { prompt, options, ends, listener })?;
+            batch.begin(NewAnswer { prompt, options, ends, listener })?;
             begun += 1;
         }
         batch.step()?;

@@ -7,7 +7,7 @@ use crate::{
     model_files::TextFiles,
     talk::{
         answer::Answer,
-        batch::{Asked, Batch, Listener},
+        batch::{Batch, Listener, NewAnswer},
     },
 };
 use axum::http::StatusCode;
@@ -111,7 +111,7 @@ impl Engine {
         let Question { prompt, options, ends, index, heard_by, place } = question;
         drop(place);
         let ear = Ear { index, told: 0, heard_by: heard_by.clone(), metrics: self.metrics.clone() };
-        if let Err(error) = batch.begin(Asked { prompt, options, ends, listener: ear }) {
+        if let Err(error) = batch.begin(NewAnswer { prompt, options, ends, listener: ear }) {
             let refusal = Refusal::new(StatusCode::INTERNAL_SERVER_ERROR, error.to_string());
             // A client that has disconnected needs no refusal.
             let _ = heard_by.send((index, Piece::Refused(refusal)));

@@ -379,9 +379,8 @@ pub enum HeadFormat {
     /// In NVFP4. If the head is tied (the embedding is the head), the file has the embedding in f16 and an NVFP4 copy of it as
     /// head, which makes answers faster
     Nvfp4,
-    /// A head with weights of its own is stored in bf16. The head has such weights if the file with which training began (for
-    /// convert: the input) contains a separate head, or an NVFP4 copy of the embedding as head. In all other cases this value
-    /// changes nothing: the head is the embedding, which is stored once, in f16
+    /// In bf16, if the file with which training began (for convert: the input) has a separate head, or an NVFP4 copy of the
+    /// embedding as head. Otherwise the head is the embedding, which is stored once, in f16
     Bf16,
 }
 
@@ -409,8 +408,7 @@ pub enum SaveStrategy {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
 #[serde(rename_all = "kebab-case")]
 pub enum ReportTo {
-    /// Only to the file metrics.jsonl. Every run writes this file, because a resumed run reads it. So the value `none`, which is
-    /// accepted, too, means the same
+    /// Only to the file metrics.jsonl, which every run needs and writes. `none` means the same
     #[value(alias = "none")]
     #[serde(alias = "none")]
     Jsonl,

@@ -27,6 +27,10 @@ use std::path::PathBuf;
 /// The heading of the ten flags that most people need: none, so that `--help` shows them first.
 pub const COMMON: Option<&str> = None;
 
+/// The help of `--tokenizer`, of every command that reads a model.
+pub(crate) const TOKENIZER: &str = "Folder that holds tokenizer and chat template, and config.json too if there is none beside the model \
+     [default: the model's folder]";
+
 /// The settings of a run, by the headings of `--help`.
 #[derive(Debug, Clone, Default, PartialEq, Args, Serialize, Deserialize)]
 #[serde(default)]
@@ -77,9 +81,8 @@ pub struct ModelSettings {
     /// Start from random weights in the shape of this config.json, instead of --model
     #[arg(long, value_name = "FILE", conflicts_with = "model")]
     pub init_config: Option<PathBuf>,
-    /// Folder that holds tokenizer and chat template, and config.json too if there is none beside the model [default: the model's
-    /// folder]
-    #[arg(long, value_name = "DIR")]
+    /// Folder that holds tokenizer and chat template.
+    #[arg(long, value_name = "DIR", help = TOKENIZER)]
     pub tokenizer: Option<PathBuf>,
     /// Train only the last N blocks (transformer layers) and the final norm; 0 trains all parameters
     #[arg(long, value_name = "N", alias = "num-layers", allow_negative_numbers = true)]
@@ -120,10 +123,8 @@ pub struct DataSettings {
     pub eval_data: Option<PathBuf>,
     /// Share of the training rows that are held out.
     #[arg(long, value_name = "SHARE", alias = "val-size", alias = "val-set-size", help = format!(
-        "Share of the training rows that is held out for evaluation: at least 1 row and at most {MOST_EVALUATED} rows; if there are \
-         fewer than {FEWEST_SPLIT} rows, none is held out. The rows are drawn at random. Some rows become several sequences, so \
-         there is a second limit, which is {MOST_EVALUATED} sequences in all: drawing stops at the first row that would exceed it. \
-         The first row that is drawn is an exception: it is held out even if it alone exceeds this limit"
+        "Share of the training rows that is held out for evaluation, drawn at random: at least 1 row, and at most {MOST_EVALUATED} \
+         sequences (a long row may become several). With fewer than {FEWEST_SPLIT} rows, none is held out"
     ))]
     pub val_split: f64,
     /// Format of the data files
@@ -371,10 +372,9 @@ pub struct SavingSettings {
         "Number of steps between checkpoints; 0 saves only the last step. The signal SIGUSR1 asks for a checkpoint after \
          the current step",
         &format!(
-            ". With this default, a checkpoint is left out in two cases: the previous one is still being written, or with this \
-             checkpoint, training would have spent more than {:.0} % of its time waiting for checkpoints. The time of training and \
-             the time of waiting are counted from the step at which training began or was resumed. The program assumes that the next \
-             checkpoint takes as long as the previous one. The first checkpoint and the one after the last step are always written",
+            ". With this default, a checkpoint is left out while the previous one is still being written, and also if training \
+             would otherwise spend more than {:.0} % of its time waiting for checkpoints. The first checkpoint and the one after \
+             the last step are always written",
             100.0 * SAVING_SHARE
         ),
     ))]

@@ -22,6 +22,7 @@ pub use choices::{
     Recompute, ReportTo, ResumeFrom, SaveStrategy, parser,
 };
 pub(crate) use choices::{by_name, name_of};
+pub(crate) use fields::TOKENIZER;
 pub use fields::{MOST_WEIGHT, Settings};
 pub use layer::Layer;
 pub(crate) use layer::with_flags;

@@ -16,7 +16,7 @@ use model_qwen3::{
 };
 
 /// A prompt to answer, and who hears the answer.
-pub struct Asked<L> {
+pub struct NewAnswer<L> {
     /// The tokens of the prompt.
     pub prompt: Vec<u32>,
     /// How to answer it.
@@ -89,8 +89,8 @@ impl<'a, B: Nvfp4Kernels, L: Listener> Batch<'a, B, L> {
     ///
     /// # Errors
     /// If the prompt is empty, or there is no room for the answer.
-    pub fn begin(&mut self, asked: Asked<L>) -> Result<(), CliError> {
-        let Asked { prompt, options, ends, listener } = asked;
+    pub fn begin(&mut self, asked: NewAnswer<L>) -> Result<(), CliError> {
+        let NewAnswer { prompt, options, ends, listener } = asked;
         let capacity = capacity(prompt.len(), &options);
         let session = Session::of_pool(self.model, &self.pool, &prompt, capacity);
         let mut session =

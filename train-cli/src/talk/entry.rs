@@ -171,7 +171,7 @@ impl Source {
 }
 
 /// What a source gives when it is asked for a line.
-enum Line {
+enum EntryLine {
     Text(String),
     /// Ctrl-C: what was typed so far is discarded.
     Interrupted,
@@ -180,24 +180,28 @@ enum Line {
 }
 
 /// The next entry of the lines that `next` gives, which shows a prompt to a person.
-fn assembled(mut next: impl FnMut(&str) -> Result<Line, CliError>) -> Result<Option<Result<Entry, String>>, CliError> {
+fn assembled(
+    mut next: impl FnMut(&str) -> Result<EntryLine, CliError>,
+) -> Result<Option<Result<Entry, String>>, CliError> {
     let mut text = String::new();
     let mut quoted = false;
     loop {
         let prompt = if text.is_empty() && !quoted { "> " } else { "… " };
         let line = match next(prompt)? {
-            Line::Text(line) => line,
-            Line::Interrupted => {
+            EntryLine::Text(line) => line,
+            EntryLine::Interrupted => {
                 text.clear();
                 quoted = false;
                 continue;
             }
-            Line::End if quoted => {
+            EntryLine::End if quoted => {
                 return Ok(Some(Err(format!(
                     "the {QUOTES} is not closed; write {QUOTES} alone on a line behind the text"
                 ))));
             }
-            Line::End => return Ok(Some(text).filter(|text| !text.trim().is_empty()).map(|text| Entry::parse(&text))),
+            EntryLine::End => {
+                return Ok(Some(text).filter(|text| !text.trim().is_empty()).map(|text| Entry::parse(&text)));
+            }
         };
         if line.trim() == QUOTES {
             let is_blank = text.trim().is_empty();
@@ -228,10 +232,10 @@ fn assembled(mut next: impl FnMut(&str) -> Result<Line, CliError>) -> Result<Opt
 }
 
 /// The next line of a script, or of standard input that is not a terminal.
-fn scripted(lines: &mut impl Iterator<Item = io::Result<String>>) -> Result<Line, CliError> {
+fn scripted(lines: &mut impl Iterator<Item = io::Result<String>>) -> Result<EntryLine, CliError> {
     match lines.next() {
-        None => Ok(Line::End),
-        Some(Ok(line)) => Ok(Line::Text(line)),
+        None => Ok(EntryLine::End),
+        Some(Ok(line)) => Ok(EntryLine::Text(line)),
         Some(Err(error)) if error.kind() == io::ErrorKind::InvalidData => {
             Err(CliError::Usage(format!("standard input: {error}")))
         }
@@ -240,7 +244,7 @@ fn scripted(lines: &mut impl Iterator<Item = io::Result<String>>) -> Result<Line
 }
 
 /// The next line that a person types.
-fn typed(editor: &mut DefaultEditor, history: Option<&Path>, prompt: &str) -> Result<Line, CliError> {
+fn typed(editor: &mut DefaultEditor, history: Option<&Path>, prompt: &str) -> Result<EntryLine, CliError> {
     match editor.readline(prompt) {
         Ok(line) => {
             // A history that cannot be kept is no reason to end a conversation.
@@ -249,10 +253,10 @@ fn typed(editor: &mut DefaultEditor, history: Option<&Path>, prompt: &str) -> Re
                 let _ = file.parent().map(durable::make_folder);
                 let _ = editor.append_history(file);
             }
-            Ok(Line::Text(line))
+            Ok(EntryLine::Text(line))
         }
-        Err(ReadlineError::Interrupted) => Ok(Line::Interrupted),
-        Err(ReadlineError::Eof) => Ok(Line::End),
+        Err(ReadlineError::Interrupted) => Ok(EntryLine::Interrupted),
+        Err(ReadlineError::Eof) => Ok(EntryLine::End),
         Err(e) => Err(CliError::Usage(format!("the terminal cannot be read: {e}; give --script"))),
     }
 }
@@ -318,11 +322,11 @@ mod tests {
     /// What comes out of lines and presses of Ctrl-C, which is `^C` here.
     fn entered(lines: &[&str]) -> Vec<Result<Entry, String>> {
         let mut lines = lines.iter();
-        let mut next = |_: &str| -> Result<Line, CliError> {
+        let mut next = |_: &str| -> Result<EntryLine, CliError> {
             Ok(match lines.next() {
-                None => Line::End,
-                Some(&"^C") => Line::Interrupted,
-                Some(line) => Line::Text((*line).to_owned()),
+                None => EntryLine::End,
+                Some(&"^C") => EntryLine::Interrupted,
+                Some(line) => EntryLine::Text((*line).to_owned()),
             })
         };
         std::iter::from_fn(|| assembled(&mut next).unwrap()).collect()

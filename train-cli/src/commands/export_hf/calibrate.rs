@@ -4,7 +4,7 @@
 //! Rows become sequences as in `eval loss`. The weights are those with which `generate` runs the model, and activations are not
 //! quantized.
 
-use super::origin::Origin;
+use super::origin::ExportOrigin;
 use crate::{
     CliError,
     args::{ActivationsArg, ExportHfArgs, HfFormat, converting::CALIBRATION_ROWS},
@@ -70,7 +70,11 @@ pub(super) fn check_flags(args: &ExportHfArgs) -> Result<(), CliError> {
 
 /// The scales of the model's activations: measured on files that are named; else those that its files give, if the format has a
 /// place for them; else, if `--activations nvfp4` asks for some, measured on the rows of its training run.
-pub(super) fn of_model(args: &ExportHfArgs, source: &Container, origin: &Origin) -> Result<InputScales, CliError> {
+pub(super) fn of_model(
+    args: &ExportHfArgs,
+    source: &Container,
+    origin: &ExportOrigin,
+) -> Result<InputScales, CliError> {
     let measures = !args.calibration_data.is_empty() || args.calibration_rows.is_some();
     let given = source.has_input_scales() && args.format != HfFormat::Bf16 && !measures;
     match args.activations {
@@ -80,12 +84,12 @@ pub(super) fn of_model(args: &ExportHfArgs, source: &Container, origin: &Origin)
             Ok(InputScales::Given)
         }
         None => Ok(InputScales::None),
-        Some(ActivationsArg::Nvfp4) => measured(args, &Rows::of(args, origin)?).map(InputScales::Measured),
+        Some(ActivationsArg::Nvfp4) => measured(args, &CalibrationRows::of(args, origin)?).map(InputScales::Measured),
     }
 }
 
 /// The rows that a calibration reads.
-struct Rows {
+struct CalibrationRows {
     files: Vec<PathBuf>,
     format: Auto<Format>,
     options: RowOptions,
@@ -95,9 +99,9 @@ struct Rows {
     of_run: bool,
 }
 
-impl Rows {
+impl CalibrationRows {
     /// Those that are named, or those of the model's training.
-    fn of(args: &ExportHfArgs, origin: &Origin) -> Result<Self, CliError> {
+    fn of(args: &ExportHfArgs, origin: &ExportOrigin) -> Result<Self, CliError> {
         let most = args.calibration_rows.map_or(CALIBRATION_ROWS, usize::from);
         if !args.calibration_data.is_empty() {
             let files = data_files::all_named_by("--calibration-data", &args.calibration_data)?;
@@ -130,7 +134,7 @@ impl Rows {
 }
 
 /// Measures the activations of the model on rows.
-fn measured(args: &ExportHfArgs, rows: &Rows) -> Result<Calibration, CliError> {
+fn measured(args: &ExportHfArgs, rows: &CalibrationRows) -> Result<Calibration, CliError> {
     let stored = StoredModel::open("--model", &args.model, args.tokenizer.as_deref())?;
     let found = device::run(args.device, None, Measure { stored: &stored, rows })?;
     let largest = found.amax.iter().max_by(|a, b| a.1.total_cmp(b.1));
@@ -159,7 +163,7 @@ pub(super) fn no_scale(found: &Calibration, layer: &str) -> CliError {
 /// The measurement as a job.
 struct Measure<'a> {
     stored: &'a StoredModel,
-    rows: &'a Rows,
+    rows: &'a CalibrationRows,
 }
 
 /// Rows after which freed buffers are given back to the device: each length leaves some of its own.

@@ -12,7 +12,7 @@ mod quantization_config;
 
 use self::{
     calibrate::{Calibration, InputScales},
-    origin::Origin,
+    origin::ExportOrigin,
 };
 use super::export_check::CheckFile;
 use crate::{
@@ -69,7 +69,7 @@ pub fn run(args: &ExportHfArgs) -> Result<(), CliError> {
     let text = TextFiles::open(&companions.text, &config)?;
     let state = checkpoint::state_beside(&files.folder)?;
     check_unchanged(&files)?;
-    let (source, origin) = (files.open_weights(&config)?, Origin::of(&files, state.as_ref())?);
+    let (source, origin) = (files.open_weights(&config)?, ExportOrigin::of(&files, state.as_ref())?);
     let inputs = calibrate::of_model(args, &source, &origin)?;
     report::unscaled_inputs(source.has_input_scales() && matches!(inputs, InputScales::None));
     let library = match args.format {

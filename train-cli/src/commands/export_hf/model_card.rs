@@ -1,6 +1,6 @@
 //! The model card of an export: what the folder is, how its model was trained, and the figures of the step that is exported.
 
-use super::origin::Origin;
+use super::origin::ExportOrigin;
 use crate::{
     CliError,
     model_files::ModelFiles,
@@ -16,7 +16,7 @@ use std::path::Path;
 pub(super) fn of_model(
     files: &ModelFiles,
     what: &str,
-    origin: &Origin,
+    origin: &ExportOrigin,
     thinking: Option<bool>,
 ) -> Result<String, CliError> {
     let name = origin.run.as_deref().and_then(Path::file_name).map(|name| name.to_string_lossy().into_owned());
@@ -49,7 +49,7 @@ pub(super) fn of_model(
 
 /// The figures of the step whose model is exported, by the names of Hugging Face's Trainer. Those of the whole run are left out if
 /// it made further steps.
-fn figures(origin: &Origin) -> Result<Vec<(&'static str, String)>, CliError> {
+fn figures(origin: &ExportOrigin) -> Result<Vec<(&'static str, String)>, CliError> {
     let (Some(run), Some(step)) = (&origin.run, origin.step) else { return Ok(vec![]) };
     let mut figures = vec![("global_step", step.to_string())];
     let loss = Evaluations::logged(run, 0)?.after(step);

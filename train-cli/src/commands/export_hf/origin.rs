@@ -13,7 +13,7 @@ use crate::{
 use std::path::{Path, PathBuf};
 
 /// What is known of the run.
-pub(super) struct Origin {
+pub(super) struct ExportOrigin {
     /// Its folder, if the model is in it.
     pub(super) run: Option<PathBuf>,
     /// Its settings, with absolute paths.
@@ -24,7 +24,7 @@ pub(super) struct Origin {
     pub(super) results: Option<Results>,
 }
 
-impl Origin {
+impl ExportOrigin {
     /// The run of a model. `state` is that of a checkpoint.
     ///
     /// # Errors
