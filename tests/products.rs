@@ -219,17 +219,18 @@ fn operands_of_one_product<R: CubeRuntime>() {
             x.cast(dtype).into_primitive().tensor()
         };
         let (x, dys) = (put(k), widths.map(&mut put));
-        let of_codes =
-            |x: &FloatTensor<Cube<R>>| Operand::Packed(Cube::<R>::nvfp4_quantize_across(x.clone(), spec, true));
-        let made = |x: &FloatTensor<Cube<R>>| Cube::<R>::nvfp4_operand_across(x.clone(), spec, true);
+        let operand = |x: &FloatTensor<Cube<R>>, for_one_product: bool| match for_one_product {
+            true => Cube::<R>::nvfp4_operand_across(x.clone(), spec, true),
+            false => Operand::Packed(Cube::<R>::nvfp4_quantize_across(x.clone(), spec, true)),
+        };
         for count in [1, 2, 3] {
-            let product = |operand: &dyn Fn(&FloatTensor<Cube<R>>) -> Operand<Cube<R>>| -> Vec<Vec<u32>> {
-                let (dys, x) = (dys[..count].iter().map(operand).collect(), vec![operand(&x)]);
+            let [made, of_codes] = [true, false].map(|form| -> Vec<Vec<u32>> {
+                let (dys, x) = (dys[..count].iter().map(|dy| operand(dy, form)).collect(), vec![operand(&x, form)]);
                 let ys = Cube::<R>::products(Product::Nt, dys, x, precision, DType::F32).into_iter();
                 let ys = ys.map(|y| host(Tensor::<Cube<R>, 2>::from_primitive(TensorPrimitive::Float(y))));
                 ys.map(|y| y.into_iter().map(f32::to_bits).collect()).collect()
-            };
-            assert!(product(&made) == product(&of_codes), "{count} products of {tokens} tokens");
+            });
+            assert!(made == of_codes, "{count} products of {tokens} tokens");
         }
     }
 }

@@ -10,7 +10,6 @@ use crate::{
     ops::{Activations, LinearLayer, Nvfp4Backend},
     optim::{AdamwState, Judged, Moment, StateKind},
     packed::{Nvfp4Primitive, Operand, Packed},
-    primitive::primitive,
     recipe::{GivenScale, LinearSpec, Precision},
     reference,
     services::{DeviceMemory, DeviceServices, MemoryUse},
