@@ -87,9 +87,8 @@ pub struct ExportHfArgs {
     #[arg(long)]
     pub activations: Option<ActivationsArg>,
     /// With --activations nvfp4: files whose rows the model reads to measure its activations; folders of such files, or
-    /// patterns such as 'rows/*.jsonl'. The formats are those of fit --data [default: the training files of the model's run. But if
-    /// the model's files already have activation scales, and --calibration-rows is not given, those scales are exported and
-    /// nothing is measured]
+    /// patterns such as 'rows/*.jsonl'. The formats are those of fit --data [default: none if the model's files have activation scales,
+    /// which are then exported (unless --calibration-rows is given); otherwise the training files of the model's run]
     #[arg(long, value_name = "PATH", num_args = 1..)]
     pub calibration_data: Vec<PathBuf>,
     /// Sequences that the model reads.

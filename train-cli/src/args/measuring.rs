@@ -157,7 +157,7 @@ fn tolerance_help() -> String {
     format!(
         "The embedding, each block, the final norm and the logits pass if their relative difference is at most this \
          [default: {} in f32, {:.2} in bf16, {:.3} in f16 and TF32, and more for a model \
-         of more than three blocks; at least {:.4} if a weight is stored in f16 in only one of the two models, and {:.3} for bf16; {} if only one of the two models has weights rounded to 4 bits (dequantized NVFP4 weights count as rounded), or \
+         of more than three blocks; at least {:.4} if only one of the two models stores a weight in f16; at least {:.3} if only one stores it in bf16; {} if only one of the two models has weights rounded to 4 bits (dequantized NVFP4 weights count as rounded), or \
          only one has 4-bit activations]",
         of(Precision::F32),
         of(Precision::Bf16),

@@ -148,8 +148,8 @@ impl Choice for Precision {
                 Self::Tf32,
                 Self::Tf32.name(),
                 "as f32, but products of two unquantized matrices use TF32 tensor cores, which are faster and less exact; \
-                 CUDA only. Products with a quantized matrix are computed as in f32. So with 4-bit weights, only \
-                 attention, the head (unless it is quantized) and, in training with w4, the weight gradients use TF32",
+                 CUDA only. Products with a quantized matrix are computed as in f32. So with 4-bit weights, TF32 is used by \
+                 attention, by linear layers that are not quantized and, in training with w4, by the weight gradients",
             ),
             also(named(Self::F16, Self::F16.name(), "f16; not for training"), ["float16", "Float16"]),
             also(named(Self::Bf16, Self::Bf16.name(), "bf16; CUDA only"), ["bfloat16", "BFloat16"]),
