@@ -331,6 +331,7 @@ fn files_with_values(d: &Path) {
     }
     std::fs::create_dir(d.join("g")).unwrap();
     std::fs::write(d.join("two.tsv"), "a\tb\nc\td\n").unwrap();
+    std::fs::write(d.join("recipe.toml"), "[[rows]]\npairs = [['a', 'b']]\n").unwrap();
     std::fs::write(d.join("p.jsonl"), "{\"prompt\": \"a\"}\n").unwrap();
     std::fs::write(d.join("rows.jsonl"), "{\"prompt\": \"a\", \"completion\": \"b\"}\n").unwrap();
     std::fs::write(d.join("chat.jsonl"), "{\"role\": \"user\", \"content\": \"a\"}\n").unwrap();
@@ -360,6 +361,8 @@ fn with_many_values(d: &Path) -> Vec<ManyValues> {
         let inner = if end.is_empty() { "" } else { "}" };
         format!("{{{line}, \"x\": [{}[0]]{inner}{end}}}\n", "[0],".repeat(50_000)).repeat(20)
     };
+    let toml =
+        format!("{}x = [{}[0]]\n", std::fs::read_to_string(d.join("recipe.toml")).unwrap(), "[0],".repeat(1 << 20));
     let header = |json: &str| [&(json.len() as u64).to_le_bytes()[..], json.as_bytes()].concat();
     // A list of four million texts of one character, and a million keys.
     let key =
@@ -406,6 +409,7 @@ fn with_many_values(d: &Path) -> Vec<ManyValues> {
         ("rows.jsonl", lists.clone().into(), "data stats rows.jsonl -m m", many),
         ("rows.jsonl", objects.into(), "data stats rows.jsonl -m m", many),
         ("rows.json", format!("[{lists}]").into(), "data stats rows.json -m m", many),
+        ("recipe.toml", toml.into(), "data make recipe.toml -o made.tsv --overwrite", "MiB of memory"),
         ("p.jsonl", lists.clone().into(), generate, many),
         ("p.jsonl", (lines(call, "}}]}]") + "{\"prompt\": 1}\n").into(), generate, "a row needs"),
         ("chat.jsonl", lines("\"role\": \"user\", \"content\": \"a\"", "").into(), chat, many),

@@ -70,7 +70,7 @@ pub enum Operand<B: Backend> {
     Dense(FloatTensor<B>),
     /// NVFP4 codes.
     Packed(Nvfp4Primitive<B>),
-    /// What a product reads of NVFP4 codes that nothing else needs. A weight is none.
+    /// The values of NVFP4 codes that one product alone reads. No weight has this form.
     Unscaled(Unscaled<B>),
 }
 

@@ -1,5 +1,5 @@
 //! NVFP4 device kernels. They are written once in CubeCL, which compiles them for CUDA, for Vulkan and for its other
-//! targets; those in [`hopper`](cuda_text::hopper) and [`decoder`](cuda_text::decoder) are CUDA C++, because they use instructions that CubeCL does not have.
+//! targets; those in [`cuda_text`] are CUDA C++, because they use instructions that CubeCL does not have.
 //!
 //! NVFP4 is a 4-bit float format: a value is a 4-bit code times a scale that 16 values share. [`layout`] says where
 //! codes and scales lie in memory. A *packed* matrix is stored that way; a *dense* one holds plain floats.
@@ -19,8 +19,8 @@
 //! | [`matmul`] | products with packed operands on devices without tensor cores |
 //! | [`attention`], [`decode_attention`] | causal grouped-query attention: forward, backward, and over a long cache |
 //! | [`cuda_text`] | the kernels that are written in CUDA C++, and how they are launched |
-//! | [`hopper`](cuda_text::hopper) | of these: products and attention on Hopper's own instructions |
-//! | [`decoder`](cuda_text::decoder) | of these: a whole transformer block for a few tokens, in one launch |
+//! | [`cuda_text::hopper`] | products and attention on Hopper's own instructions |
+//! | [`cuda_text::decoder`] | a whole transformer block for a few tokens, in one launch |
 //! | [`mod@rms_norm`], [`rope`], [`mod@swiglu`] | the small operations of a transformer block, with their gradients |
 //! | [`mod@column_sums`] | sums of columns, the last step of a norm's weight gradient |
 //! | [`mod@cross_entropy`] | the loss, and its gradient in place of the logits |
@@ -39,8 +39,9 @@
 //!
 //! # Which device runs what
 //! [`mod@gemm`], [`mod@gemv`], [`attention`] and [`decode_attention`] need 16-bit tensor cores, `ldmatrix` and
-//! `cp.async` ([`mma::supported`]), which CubeCL offers on CUDA from sm_80 on and not on Vulkan. [`decoder`](cuda_text::decoder) needs
-//! CUDA and bf16 tensor cores, [`hopper`](cuda_text::hopper) sm_90, [`mod@block_scaled`] sm_120 or sm_121. All other kernels are portable.
+//! `cp.async` ([`mma::supported`]), which CubeCL offers on CUDA from sm_80 on and not on Vulkan. [`cuda_text::decoder`] needs
+//! CUDA and bf16 tensor cores, [`cuda_text::hopper`] sm_90, [`mod@block_scaled`] sm_120 or sm_121. All other kernels are
+//! portable.
 //!
 //! # Letters
 //! A letter has one meaning in this crate. Matrices that no letter describes have `rows` and `cols`.

@@ -286,7 +286,7 @@ impl CliError {
     }
 }
 
-/// What every Unix calls a disk that cannot read or write.
+/// The number that every Unix gives to a disk which cannot read or write. Rust has no name for it.
 const EIO: i32 = 5;
 
 /// Whether the system refuses to read a file that may be good: this user may not read it, or too many files are open. A file

@@ -3,15 +3,14 @@
 use model_qwen3::limits;
 use serde::de::DeserializeOwned;
 
-/// Most memory that reading may take: this, and so many bytes for each byte of the text. The settings of a run take a few
-/// kilobytes.
+/// Reading may take this much memory, and so many bytes for each byte of the text. The settings of a run take a few kilobytes.
 const MEMORY: usize = 64 << 20;
 const MEMORY_PER_BYTE: usize = 2;
 
-/// What a text of TOML says.
+/// Reads a value of type `T` from TOML.
 ///
 /// # Errors
-/// If it is not TOML, does not say that, or takes too much memory.
+/// If the text is not TOML, has no such value, or takes too much memory.
 pub(crate) fn parse<T: DeserializeOwned + Send + 'static>(text: &str) -> Result<T, String> {
     let (memory, text) = (MEMORY + MEMORY_PER_BYTE * text.len(), text.to_owned());
     let parsed = limits::memory_within("TOML", memory, move || toml::from_str(&text).map_err(|e| e.to_string()));

@@ -170,7 +170,7 @@ where
     unscaled_of(x, amax_of(x, view, spec, rotated), view, spec, rotated)
 }
 
-/// Whether products on this device would decode codes first, so that the quantizer had better write their values.
+/// Whether products on this device read values, so that codes would have to be decoded for them.
 pub(super) fn products_read_values<R: CubeRuntime>(x: &CubeTensor<R>) -> bool {
     x.dtype != DType::F32 && mma::supported(&x.client, x.dtype.into()) && !block_scaled::trusted(&x.client)
 }
