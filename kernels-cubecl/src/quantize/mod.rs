@@ -14,9 +14,9 @@
 //! A block has 1x16 values (one row, 16 columns) or 16x16. A unit keeps 16 columns of one row, or of two, in
 //! registers (`tile.rs`), where they can be Hadamard-transformed first ([`crate::hadamard`]). The largest magnitude
 //! of a 16x16 block goes through shared memory. The input is read twice (for the tensor's largest magnitude, then for
-//! the codes; single-level reads it once), and 4.5 bits a value are written. For a product that is made at once, `code
-//! * scale` is written in place of the code, so that nothing has to decode it ([`QuantizeOutput::Values`]). Bound by
-//! memory, next by integer operations.
+//! the codes; single-level reads it once), and a value takes 4.5 bits of the output. For a product that is made at once,
+//! `code * scale` is written in place of the code, so that nothing has to decode it ([`QuantizeOutput::Values`]). The
+//! kernel is bound by memory, next by integer operations.
 //!
 //! Codes and scales are the reference's bit for bit. For that no compiler may contract a product and a sum into a
 //! fused multiply-add: a rounded product enters a sum only as a magnitude, its sign is read separately, and it may
