@@ -3,8 +3,8 @@
 
 use crate::support::{Cpu, Cube, Random, host, matrix, on_gpu, packed, relative, spec};
 use backend_nvfp4::{
-    AdamwState, AdamwStep, Judged, MasterKind, Moment, Nvfp4Kernels, Nvfp4Primitive, Nvfp4Tensor, STATE_BLOCK,
-    StateKind, Stream, reference::philox,
+    AdamwState, AdamwStep, Gradient, Judged, MasterKind, Moment, Nvfp4Kernels, Nvfp4Primitive, Nvfp4Tensor,
+    STATE_BLOCK, StateKind, Stream, reference::philox,
 };
 use burn::tensor::{
     DType, Int, Shape, Tensor, TensorData, TensorMetadata, TensorPrimitive,
@@ -387,13 +387,17 @@ fn a_step_with_a_verdict_changes_nothing() {
             let mut grad = vec![0.5f32; 3 * 600];
             grad[777] = value;
             let x = matrix::<B>(&grad, 3, 600, &device).into_primitive().tensor();
-            let (_, verdict) = B::square_sum(x, (zero(), 0), zero());
+            let (_, verdict) = B::square_sum(Gradient::unmeasured(x), (zero(), 0), zero());
             let read =
                 |verdict: FloatTensor<B>| host(Tensor::<B, 1>::from_primitive(TensorPrimitive::Float(verdict)))[0];
             assert_eq!(read(verdict.clone()), expected, "a gradient with {value}");
             // A verdict stays, whatever comes after.
             let fine = matrix::<B>(&[1.0; 16], 1, 16, &device).into_primitive().tensor();
-            assert_eq!(read(B::square_sum(fine, (zero(), 0), verdict).1), expected, "after a gradient with {value}");
+            assert_eq!(
+                read(B::square_sum(Gradient::unmeasured(fine), (zero(), 0), verdict).1),
+                expected,
+                "after a gradient with {value}"
+            );
         }
         let (rows, cols) = (4, 272);
         let values: Vec<f32> = Random::new(5).normals(rows * cols, 0.1);

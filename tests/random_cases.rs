@@ -9,9 +9,9 @@
 
 use crate::support::{Cpu, Cube, Random, host, matrix, on_gpu, supports};
 use backend_nvfp4::{
-    AdamwState, AdamwStep, BlockShape, Judged, LinearSpec, MasterKind, Nvfp4Kernels, Nvfp4Primitive, Nvfp4Tensor,
-    Operand, Packed, Precision, Product, QuantizeSpec, Recipe, Rotary, Rounding, Scaling, StateKind, Stream, Unscaled,
-    reference,
+    AdamwState, AdamwStep, BlockShape, Gradient, HeadGradients, Judged, LinearSpec, MasterKind, Nvfp4Kernels,
+    Nvfp4Primitive, Nvfp4Tensor, Operand, Packed, Precision, Product, QuantizeSpec, Recipe, Rotary, Rounding, Scaling,
+    StateKind, Stream, Unscaled, reference,
 };
 use burn::tensor::{
     DType, Int, Tensor, TensorData, TensorPrimitive,
@@ -318,7 +318,10 @@ impl<B: Nvfp4Kernels> Case<'_, B> {
         let targets = (0..m).map(|_| self.below(v) as i32).collect();
         let (h, w, targets) = (self.put(&h, m, d), self.put(&w, v, d), self.ints(targets));
         let out = B::head_loss_saving(h, w, targets, Precision::F32, true);
-        let (dh, dw) = out.gradients.unwrap();
+        let HeadGradients { dh, dw } = out.gradients.unwrap();
+        let factor = self.random.uniform() + 0.5;
+        let factor = self.vector(vec![factor]);
+        let dw = B::head_weight_gradient(dw, factor, Precision::F32);
         vec![flat::<B>(out.loss), of::<B>(dh), of::<B>(dw)]
     }
 
@@ -343,7 +346,7 @@ impl<B: Nvfp4Kernels> Case<'_, B> {
         let chunk = 256 * (1 + self.below(4));
         let place = self.below(3);
         let zeros = |n| Tensor::<B, 1>::zeros([n], (self.device, DType::F32)).into_primitive().tensor();
-        let (squares, verdict) = B::square_sum(x.clone(), (zeros(3), place), zeros(1));
+        let (squares, verdict) = B::square_sum(Gradient::unmeasured(x.clone()), (zeros(3), place), zeros(1));
         let grad = Judged { gradient: grad, verdict: verdict.clone() };
         let (w, _) = B::adamw(w, MasterKind::F32.dense(), grad, state, step, chunk);
         vec![flat::<B>(squares), flat::<B>(verdict), of::<B>(B::accumulated(sum, x)), of::<B>(w)]

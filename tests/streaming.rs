@@ -5,17 +5,16 @@
 use crate::support::{
     Cpu, Cube, RECIPES,
     files::{F32, demo_file},
-    host, on_gpu,
+    host, on_gpu, supports,
 };
 use backend_nvfp4::{
-    DeviceMemory, DeviceServices, LinearSpec, MasterKind, Nvfp4Kernels, Nvfp4Linear, Nvfp4Parts, Recipe, StateKind,
-    TrainingBackend,
+    DeviceMemory, DeviceServices, Gradient, LinearSpec, MasterKind, Nvfp4Kernels, Nvfp4Linear, Nvfp4Parts, Precision,
+    Recipe, StateKind, TrainingBackend,
     reference::{self, MASTER_ROOM},
 };
 use burn::{
     backend::Autodiff,
     module::{AutodiffModule, Module, Param, ParamId},
-    optim::GradientsParams,
     tensor::{DType, Shape, Tensor, TensorMetadata, TensorPrimitive, ops::FloatTensor},
 };
 use burn_cubecl::CubeRuntime;
@@ -37,7 +36,7 @@ use train_cli::{
     train::chunked_adamw::{AdamwConfig, ChunkedAdamw, Rate},
     train::clip::Clipping,
     train::damp,
-    train::gradients::{Fate, Gathered},
+    train::gradients::{Fate, Gathered, Left},
     train::objective::Trainee,
     train::pass::Pass,
     train::step::{Stepped, Stepper},
@@ -74,7 +73,16 @@ fn a_model_with_packed_weights_computes_what_the_trained_one_does() {
 }
 
 fn trainee<B: Nvfp4Kernels + DeviceServices>(tied: bool, recipe: Recipe, master: MasterKind) -> Trainee<Autodiff<B>> {
-    let spec = LinearSpec::new(recipe, F32.scaling, F32.precision);
+    trainee_in(F32.precision, tied, recipe, master)
+}
+
+fn trainee_in<B: Nvfp4Kernels + DeviceServices>(
+    precision: Precision,
+    tied: bool,
+    recipe: Recipe,
+    master: MasterKind,
+) -> Trainee<Autodiff<B>> {
+    let spec = LinearSpec::new(recipe, F32.scaling, precision);
     let model = weights::random::<B>(&config(tied), spec, master, 5, &Default::default()).unwrap();
     let model = weights::trained::<Autodiff<B>>(model, master);
     Trainee::new(model.with_bf16_last_blocks(1), LossKind::CrossEntropy, 0)
@@ -150,8 +158,8 @@ fn one_graph<B: Nvfp4Kernels + DeviceServices>(
 ) -> f32 {
     let loss = net.batch_loss(batch);
     let value = host(loss.clone().inner())[0];
-    let grads = GradientsParams::from_grads(loss.backward(), &*net);
-    net.update(|model| pass.walk(grads).model(model));
+    let left = Left::to(&*net, loss.backward());
+    net.update(|model| pass.walk(left).model(model));
     value
 }
 
@@ -240,7 +248,7 @@ fn flat<B: Nvfp4Kernels + DeviceServices>(values: &FloatTensor<B>) -> Vec<f32> {
 fn sum_of<B: Nvfp4Kernels>(gathered: &mut Gathered<B>, id: ParamId) -> Option<FloatTensor<B>> {
     let fate = Fate::Apply { rate: Rate { lr: LR, clip_factor: 1.0 }, measured: true };
     let sum = gathered.settle(id, None, fate)?.0.gradient;
-    gathered.settle(id, Some(sum.clone()), Fate::Gather);
+    gathered.settle(id, Some(Gradient::unmeasured(sum.clone())), Fate::Gather);
     Some(sum)
 }
 
@@ -280,6 +288,35 @@ fn streaming_is_whole<B: Nvfp4Kernels + DeviceServices>() {
     }
 }
 
+/// Products sum the squares of the gradients that they make where their kernels can. The norm is that of the gradients as they are
+/// stored.
+#[test]
+fn the_norm_of_a_pass_is_that_of_its_gradients_on_the_gpu() {
+    fn run<R: CubeRuntime>() {
+        for precision in [Precision::F32, Precision::Bf16] {
+            if supports::<Cube<R>>(&R::Device::default(), precision.dtype()) {
+                RECIPES.iter().for_each(|recipe| norm_of_gradients::<Cube<R>>(precision, *recipe));
+            }
+        }
+    }
+    on_gpu!(run);
+}
+
+fn norm_of_gradients<B: Nvfp4Kernels + DeviceServices>(precision: Precision, recipe: Recipe) {
+    let norm = |fate| {
+        let mut net = trainee_in::<B>(precision, true, recipe, MasterKind::F32);
+        let (mut optimizer, mut vram) = (optimizer(MasterKind::F32, StateKind::F32), VramReport::new(None));
+        let gathered = Gathered::new(DType::F32);
+        let mut pass = Pass { step: 1, fate, gathered, kept: 0, optimizer: &mut optimizer, vram: &mut vram };
+        sum_gradients(STREAMING, &mut net, (1, &batches(2)[..1]), &mut pass);
+        pass.gathered.measure();
+        pass.gathered.norm().unwrap().unwrap()
+    };
+    let (on_the_way, stored) = (norm(Fate::Measure), norm(Fate::Gather));
+    let error = (on_the_way / stored - 1.0).abs();
+    assert!(error < 1e-5, "{recipe:?} in {precision:?}: {on_the_way} on the way, {stored} stored");
+}
+
 #[test]
 fn streaming_gives_every_gradient_of_one_graph_on_the_cpu() {
     streaming_is_whole::<Cpu>();
@@ -315,7 +352,7 @@ fn trained(
                 let clipping = Clipping { clip: Clip::Exact, max_norm, last_norm: None };
                 let rate = Rate { lr: LR, clip_factor: clipping.clip_factor(Some(grad_norm)) };
                 pass.fate = Fate::Apply { rate, measured: true };
-                net.update(|model| pass.walk(GradientsParams::new()).model(model));
+                net.update(|model| pass.walk(Left::default()).model(model));
                 Stepped { loss, grad_norm }
             })
             .collect()
@@ -417,7 +454,7 @@ fn clipped_by_hand(scale: impl Fn(&[f64]) -> f64) -> (Named, Vec<f64>) {
         let grads = ids.flat_map(|id| flat::<Cpu>(&sum_of(&mut pass.gathered, id).unwrap()));
         norms.push(grads.map(|g| f64::from(g).powi(2)).sum::<f64>().sqrt());
         pass.fate = Fate::Apply { rate: Rate { lr: LR, clip_factor: scale(&norms) }, measured: true };
-        net.update(|model| pass.walk(GradientsParams::new()).model(model));
+        net.update(|model| pass.walk(Left::default()).model(model));
     }
     (values(&net), norms)
 }

@@ -8,6 +8,7 @@ use crate::{
     attention::{AttentionSpec, Documents, Rotary},
     decode::{DecodeBlock, DecodeTokens},
     draw::{Draw, Drawn, Penalty},
+    gradient::Gradient,
     ops::{Activations, Nvfp4Backend},
     optim::{AdamwState, Judged},
     packed::{Nvfp4Primitive, Nvfp4Tensor, Operand},
@@ -102,6 +103,17 @@ pub trait Nvfp4Kernels: Nvfp4Backend {
         precision: Precision,
         out: DType,
     ) -> Vec<FloatTensor<Self>>;
+
+    /// [`Self::products`] for the gradients of weights, in f32: `dyᵀ · x` for each `dy`. A kernel may sum the squares of what it
+    /// makes.
+    fn weight_gradients(
+        product: Product,
+        dys: Vec<Operand<Self>>,
+        x: Operand<Self>,
+        precision: Precision,
+    ) -> Vec<Gradient<Self>> {
+        Self::products(product, dys, vec![x], precision, DType::F32).into_iter().map(Gradient::unmeasured).collect()
+    }
 
     /// Multiplies the rows of `x`, each the newest token of a sequence, by the weights of layers: `x · wᵀ` for each weight, in the
     /// dtype of the precision. There are few rows, which a backend may multiply by a kernel of their own; but the result for a row
@@ -222,7 +234,7 @@ pub trait Nvfp4Kernels: Nvfp4Backend {
         None
     }
 
-    /// Computes [`Nvfp4Backend::head_loss`] and, if `gradients`, both gradients in the same pass.
+    /// Computes [`Nvfp4Backend::head_loss`] and, if `gradients`, both gradients in the same pass, that of `w` up to its last product.
     fn head_loss_saving(
         h: FloatTensor<Self>,
         w: FloatTensor<Self>,
@@ -230,6 +242,13 @@ pub trait Nvfp4Kernels: Nvfp4Backend {
         precision: Precision,
         gradients: bool,
     ) -> HeadLoss<Self>;
+
+    /// Completes the gradient of the head's weight for a gradient `factor`, f32 `[1]`, of the loss.
+    fn head_weight_gradient(
+        rest: HeadWeightGradient<Self>,
+        factor: FloatTensor<Self>,
+        precision: Precision,
+    ) -> FloatTensor<Self>;
 
     /// Makes one AdamW step on a float master weight of any shape, `chunk` elements (a multiple of 256) a launch. The
     /// weight is f32, or bf16 for a bf16 form (f32 if the device has no bf16). `grad` is f32 or bf16 and has the shape of
@@ -255,11 +274,11 @@ pub trait Nvfp4Kernels: Nvfp4Backend {
         chunk: usize,
     ) -> (Nvfp4Primitive<Self>, AdamwState<Self>);
 
-    /// Writes the sum of the squares of a gradient of any shape to its place among the sums of a step, f32 `[N]`. The verdict on the
-    /// gradients of the step, f32 `[1]`, grows by 1 if the sum is not finite. Returns the sums and the verdict, which are updated in
-    /// place when nothing else holds them.
+    /// Writes the sum of the squares of a gradient to its place among the sums of a step, f32 `[N]`. The verdict on the gradients of
+    /// the step, f32 `[1]`, grows by 1 if the sum is not finite. Returns the sums and the verdict, which are updated in place when
+    /// nothing else holds them.
     fn square_sum(
-        x: FloatTensor<Self>,
+        x: Gradient<Self>,
         sums_and_place: (FloatTensor<Self>, usize),
         verdict: FloatTensor<Self>,
     ) -> (FloatTensor<Self>, FloatTensor<Self>);
@@ -312,8 +331,29 @@ pub fn logits_rows(tokens: usize, vocabulary: usize, value_bytes: usize) -> usiz
 pub struct HeadLoss<B: Backend> {
     /// The loss, f32 `[1]`.
     pub loss: FloatTensor<B>,
-    /// `dh` `[M, D]` in the dtype of h and `dw` `[V, D]` in f32, for a gradient of 1.
-    pub gradients: Option<(FloatTensor<B>, FloatTensor<B>)>,
+    /// Both gradients, if they were wanted.
+    pub gradients: Option<HeadGradients<B>>,
+}
+
+/// The gradients of a head for a gradient of 1 of the loss.
+#[derive(Debug, Clone)]
+pub struct HeadGradients<B: Backend> {
+    /// The gradient `[M, D]` of h, in the dtype of h.
+    pub dh: FloatTensor<B>,
+    /// The gradient of the weight.
+    pub dw: HeadWeightGradient<B>,
+}
+
+/// The gradient `[V, D]` of a head's weight up to its last product: `sum + dlogitsᵀ · h`. That product multiplies the whole by the
+/// factor of the loss, which would take a pass of its own over the largest gradient of a model.
+#[derive(Debug, Clone)]
+pub struct HeadWeightGradient<B: Backend> {
+    /// The part of the gradient that is there, f32.
+    pub sum: Option<FloatTensor<B>>,
+    /// The gradient of the last chunk's logits, `[M', V]`.
+    pub dlogits: FloatTensor<B>,
+    /// The rows of h in the last chunk, `[M', D]`.
+    pub h: FloatTensor<B>,
 }
 
 impl<B: Nvfp4Kernels> Activations<B> {

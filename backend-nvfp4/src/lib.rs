@@ -38,6 +38,7 @@ mod cube;
 mod decode;
 mod draw;
 mod error;
+mod gradient;
 mod kernels;
 mod linear;
 mod ndarray;
@@ -57,9 +58,10 @@ pub use cache::{CacheBuffer, CacheFormat};
 pub use decode::{DecodeBlock, DecodeTokens, PAGE};
 pub use draw::{Draw, Drawn, DrawnToken, Penalty};
 pub use error::Nvfp4Error;
+pub use gradient::Gradient;
 pub use kernels::{
-    AttentionSaved, HeadLoss, Nvfp4Kernels, cached_attention, decode_blocks, draw, logits_rows, penalize,
-    prompt_attention, segment_sum, words_of,
+    AttentionSaved, HeadGradients, HeadLoss, HeadWeightGradient, Nvfp4Kernels, cached_attention, decode_blocks, draw,
+    logits_rows, penalize, prompt_attention, segment_sum, words_of,
 };
 pub use kernels_cubecl::{
     adamw::{AdamwStep, Master, STATE_BLOCK},

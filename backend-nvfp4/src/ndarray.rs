@@ -6,7 +6,8 @@ use crate::{
     attention::{AttentionSpec, Documents, Rotary},
     burn_ops,
     error::Nvfp4Error,
-    kernels::{AttentionSaved, HeadLoss, Nvfp4Kernels},
+    gradient::Gradient,
+    kernels::{AttentionSaved, HeadLoss, HeadWeightGradient, Nvfp4Kernels},
     ops::{Activations, LinearLayer, Nvfp4Backend},
     optim::{AdamwState, Judged, Moment, StateKind},
     packed::{Nvfp4Primitive, Operand, Packed},
@@ -282,6 +283,14 @@ impl Nvfp4Kernels for NdArray {
         burn_ops::head_loss::<Self>(h, w, targets, precision, gradients)
     }
 
+    fn head_weight_gradient(
+        rest: HeadWeightGradient<Self>,
+        factor: FloatTensor<Self>,
+        precision: Precision,
+    ) -> FloatTensor<Self> {
+        burn_ops::head_weight_gradient::<Self>(rest, factor, precision)
+    }
+
     // Chunks only keep launches small, so both steps take the whole tensor at once.
     fn adamw(
         w: FloatTensor<Self>,
@@ -331,11 +340,12 @@ impl Nvfp4Kernels for NdArray {
     }
 
     fn square_sum(
-        x: FloatTensor<Self>,
+        x: Gradient<Self>,
         (sums, place): (FloatTensor<Self>, usize),
         verdict: FloatTensor<Self>,
     ) -> (FloatTensor<Self>, FloatTensor<Self>) {
-        let sum = floats(burn_ops::square_sum::<Self>(x))[0];
+        // No product of this backend sums squares.
+        let sum = floats(burn_ops::square_sum::<Self>(x.values))[0];
         let mut sums = array(sums);
         slice(&mut sums)[place] = sum;
         let verdict = if sum.is_finite() { verdict } else { Self::float_add_scalar(verdict, 1.0.into()) };

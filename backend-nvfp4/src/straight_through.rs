@@ -6,6 +6,7 @@
 //! the forward read `Q(w)`, the gradient with respect to `Q(w)` is handed to `w` unchanged.
 
 use crate::{
+    gradient::Gradient,
     kernels::Nvfp4Kernels,
     ops::{Activations, LinearLayer},
     packed::Operand,
@@ -80,7 +81,7 @@ pub(crate) fn backward<B: Nvfp4Kernels>(
     SavedLinears { x, w, recipe }: SavedLinears<B>,
     specs: &[LinearSpec],
     wanted: &[bool],
-) -> (Option<FloatTensor<B>>, Vec<Option<FloatTensor<B>>>) {
+) -> (Option<FloatTensor<B>>, Vec<Option<Gradient<B>>>) {
     let (mut of_dw, mut of_dx) = (Vec::new(), Vec::new());
     for (i, dy) in dys.into_iter().enumerate() {
         let operands = dy.map(|dy| gradient_operands::<B>(dy, recipe, &specs[i], wanted[1 + i], wanted[0]));
@@ -121,8 +122,8 @@ fn weight_gradients<B: Nvfp4Kernels>(
     x: Operand<B>,
     recipe: Recipe,
     specs: &[LinearSpec],
-) -> Vec<Option<FloatTensor<B>>> {
-    let mut dws: Vec<Option<FloatTensor<B>>> = dys.iter().map(|_| None).collect();
+) -> Vec<Option<Gradient<B>>> {
+    let mut dws: Vec<Option<Gradient<B>>> = dys.iter().map(|_| None).collect();
     let (trained, dys): (Vec<_>, Vec<_>) = dys.into_iter().enumerate().filter_map(|(i, dy)| Some((i, dy?))).unzip();
     if trained.is_empty() {
         return dws;
@@ -135,7 +136,7 @@ fn weight_gradients<B: Nvfp4Kernels>(
         }
         (_, x) => (Product::Tn, x),
     };
-    let computed = B::products(product, dys, vec![x], specs[0].precision, DType::F32);
+    let computed = B::weight_gradients(product, dys, x, specs[0].precision);
     trained.into_iter().zip(computed).for_each(|(i, dw)| dws[i] = Some(dw));
     dws
 }
@@ -162,7 +163,8 @@ fn in_blocks_of_16<B: Backend>(x: FloatTensor<B>) -> FloatTensor<B> {
     B::float_cat(vec![x, zeros], 0)
 }
 
-fn cast<B: Backend>(x: FloatTensor<B>, dtype: DType) -> FloatTensor<B> {
+/// `x` as `dtype`.
+pub(crate) fn cast<B: Backend>(x: FloatTensor<B>, dtype: DType) -> FloatTensor<B> {
     let to: FloatDType = dtype.into();
     if x.dtype() == dtype { x } else { B::float_cast(x, to) }
 }

@@ -20,7 +20,7 @@ use crate::{
 use cubecl::prelude::*;
 
 /// `sums[place] = sum_i x[i]^2`, and `verdict[0] += 1` if that is not finite; both f32. Two launches: up to 1,024 cubes write one
-/// sum each, then one cube adds these.
+/// sum each, then [`judged_sum()`] adds these.
 ///
 /// # Errors
 /// If `sums` has no such place, or `verdict` does not hold one element.
@@ -28,23 +28,37 @@ pub fn square_sum<R: Runtime>(
     client: &ComputeClient<R>,
     x: ArrayArg<R>,
     dtype: StorageType,
+    sums_and_place: (ArrayArg<R>, usize),
+    verdict: ArrayArg<R>,
+) -> Result<(), KernelError> {
+    let vector = vector_size(client, dtype, x.size());
+    let cubes = (x.size() / vector).div_ceil(256 * 8).clamp(1, 1024);
+    let scratch = client.empty(cubes * 4);
+    let (count, dim) = (CubeCount::Static(cubes as u32, 1, 1), CubeDim::new_1d(256));
+    // SAFETY: `scratch` holds one f32 a cube.
+    let partial = || unsafe { ArrayArg::from_raw_parts(scratch.clone(), cubes) };
+    // SAFETY: each cube writes its place of `scratch`, and stops at the end of `x`.
+    unsafe { square_sum_kernel::launch_unchecked(client, count, dim, vector, x, partial(), true, dtype) };
+    judged_sum(client, partial(), sums_and_place, verdict)
+}
+
+/// `sums[place] = sum_i x[i]`, and `verdict[0] += 1` if that is not finite; all f32. One cube adds, in an order that is always the
+/// same.
+///
+/// # Errors
+/// If `sums` has no such place, or `verdict` does not hold one element.
+pub fn judged_sum<R: Runtime>(
+    client: &ComputeClient<R>,
+    x: ArrayArg<R>,
     (sums, place): (ArrayArg<R>, usize),
     verdict: ArrayArg<R>,
 ) -> Result<(), KernelError> {
     let places = sums.size();
-    require("square_sum", place < places, || format!("there is no place {place} among {places} sums"))?;
-    expect_len("square_sum", "verdict", verdict.size(), 1)?;
-    let vector = vector_size(client, dtype, x.size());
-    let cubes = (x.size() / vector).div_ceil(256 * 8).clamp(1, 1024);
-    let scratch = client.empty(cubes * 4);
+    require("judged_sum", place < places, || format!("there is no place {place} among {places} sums"))?;
+    expect_len("judged_sum", "verdict", verdict.size(), 1)?;
     let (dim, one) = (CubeDim::new_1d(256), CubeCount::Static(1, 1, 1));
-    // SAFETY: `scratch` holds one f32 a cube, `verdict` one, and `sums` has the place; both kernels stop at the end of what they read.
-    unsafe {
-        let partial = || ArrayArg::from_raw_parts(scratch.clone(), cubes);
-        let count = CubeCount::Static(cubes as u32, 1, 1);
-        square_sum_kernel::launch_unchecked(client, count, dim, vector, x, partial(), true, dtype);
-        judged_sum_kernel::launch_unchecked(client, one, dim, partial(), sums, place as u32, verdict);
-    }
+    // SAFETY: `verdict` holds one f32, and `sums` has the place; the kernel stops at the end of `x`.
+    unsafe { judged_sum_kernel::launch_unchecked(client, one, dim, x, sums, place as u32, verdict) };
     Ok(())
 }
 

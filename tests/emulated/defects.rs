@@ -19,6 +19,11 @@ const GEMM: Subject = ("gemm", |gpu| gemm::run(gpu, &gemm::one(Product::Nt, 64, 
 /// Two rows of tiles, and more steps than the ring has stages. The second has results in f32.
 const HOPPER: Subject = ("hopper", |gpu| hopper::run(gpu, &gemm::one(Product::Nt, 256, 1, (BF16, BF16), Form::One)));
 const HOPPER_F32: Subject = ("hopper", |gpu| hopper::run(gpu, &gemm::one(Product::Tn, 256, 0, (BF16, F32), Form::One)));
+/// Two columns of tiles, whose squares are summed.
+const HOPPER_SQUARES: Subject = ("hopper", |gpu| {
+    let case = gemm::one(Product::Tn, 128, 1, (BF16, F32), Form::One);
+    hopper::run(gpu, &gemm::Case { measured: true, ..case })
+});
 const GEMV: Subject = ("gemv", gemv_with_shares);
 const GEMV_WINDOWS: Subject = ("gemv", gemv_in_windows);
 const FORWARD: Subject = ("forward", attention::forward_of_one_head);
@@ -180,6 +185,16 @@ fn whatever_is_missing_in_the_hopper_kernel_is_found() {
         (HOPPER_F32, ("    if (first_unit) stores_have_read();", "", ": value ")),
         (HOPPER_F32, ("(A_ACROSS ? 128 : 2) * q", "128 * (q ^ 1)", ": value ")),
         (HOPPER_F32, ("B_ACROSS ? BOX : 0", "0", ": value ")),
+        (
+            HOPPER_SQUARES,
+            (
+                "    warpgroup_sync(consumer + 1);\n    if (threadIdx.x % 128 == 0) *to",
+                "    if (threadIdx.x % 128 == 0) *to",
+                "race",
+            ),
+        ),
+        (HOPPER_SQUARES, ("int distance = 16;", "int distance = 8;", "sum of squares")),
+        (HOPPER_SQUARES, ("* tile_cols + tile.col / COLS", "+ tile.col / COLS", "race")),
     ];
     on_the_cpu(|| expect_found(cases));
 }

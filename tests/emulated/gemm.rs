@@ -6,6 +6,7 @@ use cubecl::{client::ComputeClient, ir::StorageType};
 use kernels_cubecl::{
     KernelError,
     any_cuda::AnyCudaRuntime,
+    cuda_text::hopper,
     gemm::{self, Gemm, GemmShape},
     matmul::Product::{self, Nn, Nt, Tn},
 };
@@ -20,6 +21,8 @@ pub(super) struct Case {
     pub(super) scales: usize,
     pub(super) types: (StorageType, StorageType),
     pub(super) form: Form,
+    /// Whether the kernel sums the squares of its results, as that of Hopper does for gradients of weights.
+    pub(super) measured: bool,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -41,7 +44,10 @@ pub(super) fn cases(cols: usize, every_type: bool) -> Vec<Case> {
         }
     }
     let values = if every_type { &[BF16, F16][..] } else { &[BF16] };
-    all.extend(values.iter().map(|ty| one(Tn, cols, 0, (*ty, F32), Form::Accumulate)));
+    // The head's gradient is the sum of several chunks. The last one multiplies it by the factor of the loss.
+    for scales in [0, 1] {
+        all.extend(values.iter().map(|ty| one(Tn, cols, scales, (*ty, F32), Form::Accumulate)));
+    }
     for (product, scales, form, parts) in [
         (Nt, 0, Form::SharedLeft, 2),
         (Nt, 1, Form::SharedLeft, 3),
@@ -62,7 +68,7 @@ pub(super) fn cases(cols: usize, every_type: bool) -> Vec<Case> {
 /// One product with ragged tiles, and more steps than the ring has stages twice over.
 pub(super) fn one(product: Product, cols: usize, scales: usize, types: (StorageType, StorageType), form: Form) -> Case {
     let (i, j, r) = if product == Tn { (136, cols + 8, 407) } else { (131, cols + 8, 408) };
-    Case { product, shapes: vec![GemmShape { i, j, r }], cols, scales, types, form }
+    Case { product, shapes: vec![GemmShape { i, j, r }], cols, scales, types, form, measured: false }
 }
 
 /// Several products of values of type `ty` in one launch, each with a length of its own.
@@ -74,12 +80,13 @@ pub(super) fn joint(product: Product, cols: usize, scales: usize, ty: StorageTyp
     };
     let shapes = [cols + 8, 40, 72][..parts].iter().map(shape).collect();
     let types = (ty, if form == Form::SharedRight { F32 } else { ty });
-    Case { product, shapes, cols, scales, types, form }
+    Case { product, shapes, cols, scales, types, form, measured: form == Form::SharedRight }
 }
 
 /// Launches the case on `mma.sync`, and compares its results.
 pub(super) fn run(gpu: &Gpu, case: &Case) -> Result<(), String> {
-    launch_and_compare(gpu, case, |client, products| gemm::gemm_in(client, products, case.cols))
+    let case = Case { measured: false, ..case.clone() };
+    launch_and_compare(gpu, &case, |client, products| gemm::gemm_in(client, products, case.cols))
 }
 
 /// Launches the case by `launch`, and compares its results.
@@ -89,7 +96,7 @@ pub(super) fn launch_and_compare(
     launch: impl Fn(&ComputeClient<AnyCudaRuntime>, Gemm<AnyCudaRuntime>) -> Result<(), KernelError>,
 ) -> Result<(), String> {
     let mut random = Random::new(5);
-    let Case { product, shapes, scales, types, form, .. } = case.clone();
+    let Case { product, shapes, cols, scales, types, form, measured } = case.clone();
     let parts = shapes.len();
     let count = |shared: bool| if shared { 1 } else { parts };
     let operand = |n: usize, len: &dyn Fn(&GemmShape) -> usize, random: &mut Random| -> Vec<Data> {
@@ -109,6 +116,9 @@ pub(super) fn launch_and_compare(
             _ => gpu.room(s.i * s.j, types.1),
         })
         .collect();
+    // Two a tile, which has 128 rows: each is that of 64 rows.
+    let places = |shape: &GemmShape| gpu.room(if measured { hopper::hopper_squares(shape, cols) } else { 0 }, F32);
+    let squares: Vec<Data> = shapes[..results].iter().map(places).filter(|_| measured).collect();
     let args = |list: &[Data]| list.iter().map(Data::arg).collect();
     let products = Gemm {
         a: args(&a),
@@ -119,6 +129,7 @@ pub(super) fn launch_and_compare(
         shapes: shapes.clone(),
         product,
         accumulate: form == Form::Accumulate,
+        squares: args(&squares),
     };
     launch(&gpu.client, products).map_err(|e| e.to_string())?;
     // One part's sum at (i, j), with its tensor scales.
@@ -137,9 +148,21 @@ pub(super) fn launch_and_compare(
                     value: sum.value + next.value,
                     allowed: sum.allowed + next.allowed,
                 }),
-                Form::Accumulate => Exact { value: y.values[at] + part(p, i, j).value, ..part(p, i, j) },
+                Form::Accumulate => {
+                    let factor: f64 = factors.iter().map(|f| f.values[0]).product();
+                    Exact { value: y.values[at] * factor + part(p, i, j).value, ..part(p, i, j) }
+                }
                 _ => part(p, i, j),
             }
+        })?;
+    }
+    for (p, sums) in squares.iter().enumerate() {
+        let (stored, shape, wide) = (gpu.read(&out[p])?, shapes[p], shapes[p].j.div_ceil(cols));
+        gpu.compare(&format!("sum of squares of result {p}"), sums, |at| {
+            let (rows, columns) = (at / 2 / wide * 128 + at % 2 * 64, at / 2 % wide * cols);
+            let row = |i: usize| (columns..shape.j.min(columns + cols)).map(move |j| i * shape.j + j);
+            let places = (rows..shape.i.min(rows + 64)).flat_map(row);
+            Exact::sum(places.map(|at| stored[at] * stored[at]), 1.0)
         })?;
     }
     Ok(())
@@ -195,6 +218,9 @@ pub(super) fn every(gpu: &Gpu, cols: usize) {
     if cols == 128 {
         // More rows of tiles than are walked together.
         let shapes = vec![GemmShape { i: 1030, j: 136, r: 24 }];
-        expect(gpu, &Case { product: Nt, shapes, cols, scales: 0, types: (BF16, BF16), form: Form::One });
+        expect(
+            gpu,
+            &Case { product: Nt, shapes, cols, scales: 0, types: (BF16, BF16), form: Form::One, measured: false },
+        );
     }
 }

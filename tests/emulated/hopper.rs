@@ -17,13 +17,15 @@ pub(super) fn every(gpu: &Gpu) {
     for product in [Nt, Nn, Tn] {
         for cols in hopper::hopper_columns(product) {
             let types = if product == Tn { (BF16, F32) } else { (BF16, BF16) };
-            expect(gpu, &one(product, *cols, 1, types, Form::One));
+            expect(gpu, &Case { measured: product == Tn, ..one(product, *cols, 1, types, Form::One) });
         }
     }
     for types in [(BF16, F32), (F16, F16)] {
         expect(gpu, &one(Nt, 160, 2, types, Form::One));
     }
-    expect(gpu, &one(Tn, 128, 0, (BF16, F32), Form::Accumulate));
+    for (scales, form) in [(0, Form::Accumulate), (1, Form::Accumulate), (1, Form::One)] {
+        expect(gpu, &one(Tn, 128, scales, (BF16, F32), form));
+    }
     for case in forms().into_iter().filter(|case| case.shapes.len() > 1) {
         match (case.cols, case.types.0) {
             (128, BF16) => expect(gpu, &case),
@@ -33,14 +35,18 @@ pub(super) fn every(gpu: &Gpu) {
     }
     // More tiles than multiprocessors, and more rows of tiles than are walked together.
     let shapes = vec![GemmShape { i: 1030, j: 1544, r: 24 }];
-    expect(gpu, &Case { product: Nt, shapes, cols: 128, scales: 0, types: (BF16, BF16), form: Form::One });
+    expect(
+        gpu,
+        &Case { product: Nt, shapes, cols: 128, scales: 0, types: (BF16, BF16), form: Form::One, measured: false },
+    );
 }
 
-/// Every form in every width and type.
+/// Every form in every width and type. Gradients of weights are measured.
 pub(super) fn forms() -> Vec<Case> {
     let fits = |case: &Case| hopper::hopper_columns(case.product).contains(&case.cols);
+    let measured = |case: Case| Case { measured: case.types.1 == F32 && case.form != Form::Accumulate, ..case };
     // No product has a width that Nt has not.
-    hopper::hopper_columns(Nt).iter().flat_map(|cols| cases(*cols, true)).filter(fits).collect()
+    hopper::hopper_columns(Nt).iter().flat_map(|cols| cases(*cols, true)).filter(fits).map(measured).collect()
 }
 
 /// A joint form with products that are as small as they can be: their tiles have rows for both warpgroups that multiply, a whole

@@ -8,6 +8,7 @@
 //! The backward of an output puts its gradient where the operation finds it, and gives the stand-in some gradient, whose
 //! value nobody reads. When all outputs that the loss depends on have done so, the backward of the operation runs.
 
+use super::squares;
 use crate::{
     kernels::Nvfp4Kernels,
     recipe::LinearSpec,
@@ -90,9 +91,13 @@ impl<B: Nvfp4Kernels, const PARENTS: usize> Backward<B, PARENTS> for Linears {
         let (saved, specs, arrived) = ops.state;
         let wanted = ops.parents.each_ref().map(Option::is_some);
         let (dx, dws) = straight_through::backward::<B>(arrived.take(), saved, &specs, &wanted);
-        for (parent, gradient) in ops.parents.into_iter().zip([dx].into_iter().chain(dws)) {
-            if let (Some(node), Some(gradient)) = (parent, gradient) {
-                grads.register::<B>(node.id, gradient);
+        let mut parents = ops.parents.into_iter();
+        if let (Some(x), Some(dx)) = (parents.next().flatten(), dx) {
+            grads.register::<B>(x.id, dx);
+        }
+        for (weight, dw) in parents.zip(dws) {
+            if let (Some(weight), Some(dw)) = (weight, dw) {
+                squares::register::<B>(grads, weight.id, dw);
             }
         }
     }

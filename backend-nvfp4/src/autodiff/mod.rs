@@ -3,17 +3,18 @@
 
 mod joint;
 mod seed;
+mod squares;
 
 pub use seed::TrainingBackend;
 
 use crate::{
     attention::{AttentionSpec, Documents, Rotary},
-    kernels::{AttentionSaved, Nvfp4Kernels},
+    kernels::{AttentionSaved, HeadGradients, Nvfp4Kernels},
     ops::{Activations, LinearLayer, Nvfp4Backend},
     packed::{Operand, Unscaled},
     recipe::{LinearSpec, Precision},
     services::{DeviceMemory, MemoryUse},
-    straight_through,
+    straight_through::{self, cast},
 };
 use burn::{
     backend::{
@@ -25,7 +26,7 @@ use burn::{
         },
     },
     tensor::{
-        DType, FloatDType, Shape, TensorMetadata,
+        DType, Shape, TensorMetadata,
         backend::{AutodiffBackend, Backend},
         ops::{FloatTensor, IntTensor},
     },
@@ -159,24 +160,25 @@ impl<B: Nvfp4Kernels, Strategy: CheckpointStrategy> Nvfp4Backend for Autodiff<B,
         #[derive(Debug)]
         struct Head;
         impl<B: Nvfp4Kernels> Backward<B, 2> for Head {
-            type State = (FloatTensor<B>, FloatTensor<B>);
+            type State = (HeadGradients<B>, Precision);
             fn backward(self, ops: Ops<Self::State, 2>, grads: &mut Gradients, _: &mut Checkpointer) {
-                gradients::<B, _, 2>(ops, grads, |(dh, dw), dy| {
-                    let scaled = |x: FloatTensor<B>| {
-                        let dy = B::float_reshape(dy.clone(), Shape::new([1, 1]));
-                        let to: FloatDType = x.dtype().into();
-                        let dy = if dy.dtype() == x.dtype() { dy } else { B::float_cast(dy, to) };
-                        B::float_mul(x, dy)
-                    };
-                    [scaled(dh), scaled(dw)]
-                });
+                let dy = grads.consume::<B>(&ops.node);
+                let (HeadGradients { dh, dw }, precision) = ops.state;
+                let [h, w] = ops.parents;
+                if let Some(h) = h {
+                    let factor = cast::<B>(B::float_reshape(dy.clone(), Shape::new([1, 1])), dh.dtype());
+                    grads.register::<B>(h.id, B::float_mul(dh, factor));
+                }
+                if let Some(w) = w {
+                    grads.register::<B>(w.id, B::head_weight_gradient(dw, cast::<B>(dy, DType::F32), precision));
+                }
             }
         }
         let (h_in, w_in) = (h.primitive, w.primitive);
         match Head.prepare::<Strategy>([h.node, w.node]).compute_bound().stateful() {
             OpsKind::Tracked(prep) => {
                 let out = B::head_loss_saving(h_in, w_in, targets, precision, true);
-                prep.finish(out.gradients.expect("asked for"), out.loss)
+                prep.finish((out.gradients.expect("asked for"), precision), out.loss)
             }
             OpsKind::UnTracked(prep) => prep.finish(B::head_loss(h_in, w_in, targets, precision)),
         }
@@ -191,8 +193,7 @@ impl<B: Nvfp4Kernels, Strategy: CheckpointStrategy> Nvfp4Backend for Autodiff<B,
                 gradients::<B, _, 1>(ops, grads, |(shape, ids), dy| {
                     let device = B::float_device(&dy);
                     let zeros = B::float_zeros(shape, &device, DType::F32.into());
-                    let dy = if dy.dtype() == DType::F32 { dy } else { B::float_cast(dy, FloatDType::F32) };
-                    [B::float_select_add(zeros, 0, ids, dy)]
+                    [B::float_select_add(zeros, 0, ids, cast::<B>(dy, DType::F32))]
                 });
             }
         }

@@ -1,5 +1,6 @@
-//! A backward that begins in the middle of a model.
+//! A backward that begins in the middle of a model, and what it leaves.
 
+use super::squares;
 use crate::{kernels::Nvfp4Kernels, ops::Nvfp4Backend, services::DeviceMemory};
 use burn::{
     backend::{
@@ -18,6 +19,14 @@ pub trait TrainingBackend: AutodiffBackend<InnerBackend: Nvfp4Kernels> + Nvfp4Ba
     /// Runs the backward of everything that `y` depends on, beginning with the gradient `dy` of `y`.
     fn backward_from<const RANK: usize>(y: Tensor<Self, RANK>, dy: Tensor<Self::InnerBackend, RANK>)
     -> Self::Gradients;
+
+    /// Takes out what the product that made the gradient of `weight` has summed of its squares ([`Gradient::squares`]).
+    ///
+    /// [`Gradient::squares`]: crate::Gradient::squares
+    fn take_squares<const RANK: usize>(
+        grads: &mut Self::Gradients,
+        weight: Tensor<Self, RANK>,
+    ) -> Option<FloatTensor<Self::InnerBackend>>;
 }
 
 impl<B: Nvfp4Kernels + DeviceMemory, Strategy: CheckpointStrategy> TrainingBackend for Autodiff<B, Strategy> {
@@ -30,6 +39,13 @@ impl<B: Nvfp4Kernels + DeviceMemory, Strategy: CheckpointStrategy> TrainingBacke
             OpsKind::UnTracked(prep) => prep.finish(zero),
         };
         Self::backward(root)
+    }
+
+    fn take_squares<const RANK: usize>(
+        grads: &mut Self::Gradients,
+        weight: Tensor<Self, RANK>,
+    ) -> Option<FloatTensor<B>> {
+        squares::take::<B, Strategy>(grads, weight.into_primitive().tensor())
     }
 }
 

@@ -1,16 +1,16 @@
 //! The language-model head and its cross-entropy in one.
 
 use crate::{
-    kernels::{HeadLoss, Nvfp4Kernels},
+    kernels::{HeadGradients, HeadLoss, HeadWeightGradient, Nvfp4Kernels},
     primitive::{primitive, tensor},
     recipe::Precision,
 };
 use burn::tensor::{
-    DType, IndexingUpdateOp, Int, Tensor, TensorMetadata, activation,
+    DType, IndexingUpdateOp, Int, Shape, Tensor, TensorMetadata, activation,
     ops::{FloatTensor, IntTensor},
 };
 
-/// Computes the loss and, if `gradients`, both gradients. The logits of all tokens exist at once.
+/// Computes the loss and, if `gradients`, both gradients, that of `w` up to its product. The logits of all tokens exist at once.
 pub(crate) fn head_loss<B: Nvfp4Kernels>(
     h: FloatTensor<B>,
     w: FloatTensor<B>,
@@ -31,9 +31,22 @@ pub(crate) fn head_loss<B: Nvfp4Kernels>(
     let gradients = gradients.then(|| {
         let minus_one = Tensor::<B, 2>::ones([m, 1], (&log_p.device(), DType::F32)).neg();
         let dlogits = log_p.exp().scatter(1, targets, minus_one, IndexingUpdateOp::Add).cast(dtype);
-        let dh = product(dlogits.clone(), w, dtype);
-        let dw = product(dlogits.transpose(), h, DType::F32);
-        (primitive(dh), primitive(dw))
+        let dh = primitive(product(dlogits.clone(), w, dtype));
+        HeadGradients { dh, dw: HeadWeightGradient { sum: None, dlogits: primitive(dlogits), h: primitive(h) } }
     });
     HeadLoss { loss: primitive(loss), gradients }
+}
+
+/// Completes the gradient of the head's weight: `dlogitsᵀ · h * factor` in f32.
+pub(crate) fn head_weight_gradient<B: Nvfp4Kernels>(
+    rest: HeadWeightGradient<B>,
+    factor: FloatTensor<B>,
+    precision: Precision,
+) -> FloatTensor<B> {
+    let product = B::dense_matmul(B::float_transpose(rest.dlogits), rest.h, precision, DType::F32);
+    let sum = match rest.sum {
+        Some(sum) => B::float_add(sum, product),
+        None => product,
+    };
+    B::float_mul(sum, B::float_reshape(factor, Shape::new([1, 1])))
 }

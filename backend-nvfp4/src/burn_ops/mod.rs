@@ -7,7 +7,7 @@ mod norms;
 mod products;
 
 pub(crate) use attention::{attention, attention_backward, prompt_attention};
-pub(crate) use head::head_loss;
+pub(crate) use head::{head_loss, head_weight_gradient};
 pub(crate) use norms::{
     norm_rope, norm_rope_backward, rms_norm, rms_norm_backward, square_sum, swiglu, swiglu_backward, token_rows,
 };

@@ -16,22 +16,40 @@ use kernels_cubecl::{
 };
 use std::ops::Range;
 
-/// Makes several products on values of type `dtype` in one launch and stores them, or their sum if `summed`, as `out`.
-/// A list of one operand is paired with every operand of the other list. Returns `None` if the products have to be made
-/// one by one.
+/// What is made of several products.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Results {
+    /// A matrix for each product.
+    Each,
+    /// A matrix for each product and, where the kernel makes them, the sums of squares of its parts.
+    Measured,
+    /// The sum of all products.
+    Sum,
+}
+
+/// Products that were made together.
+pub(super) struct Made<R: CubeRuntime> {
+    /// The results.
+    pub(super) values: Vec<CubeTensor<R>>,
+    /// Sums of squares of the parts of each result, f32. None where nobody asked for them or the kernel makes none.
+    pub(super) squares: Vec<CubeTensor<R>>,
+}
+
+/// Makes several products on values of type `dtype` in one launch and stores `results` as `out`. A list of one operand is paired
+/// with every operand of the other list. Returns `None` if the products have to be made one by one.
 pub(super) fn joint<B, R>(
     product: Product,
     a: &[Operand<B>],
     b: &[Operand<B>],
     dtype: DType,
     out: DType,
-    summed: bool,
-) -> Option<Vec<CubeTensor<R>>>
+    results: Results,
+) -> Option<Made<R>>
 where
     R: CubeRuntime,
     B: Backend<FloatTensorPrimitive = CubeTensor<R>, IntTensorPrimitive = CubeTensor<R>>,
 {
-    let count = a.len().max(b.len());
+    let (count, summed) = (a.len().max(b.len()), results == Results::Sum);
     let of = |list: &[Operand<B>], i: usize| i.min(list.len() - 1);
     let shape = |i: usize| GemmShape::of(product, dims_of(&a[of(a, i)]), dims_of(&b[of(b, i)]));
     let shapes: Vec<_> = (0..count).map(shape).collect();
@@ -49,38 +67,44 @@ where
     let whole = shapes.iter().all(|shape| shape.fits(product) && shape.i * shape.j * shape.r > 0);
     let together = count > 1 && gemm::gains_together(client, &shapes, summed);
     let made_for_this = a.iter().chain(b).any(|x| matches!(x, Operand::Unscaled(_)));
-    if native || !whole || !(together || made_for_this) {
+    if native || !whole || !(together || made_for_this || results == Results::Measured) {
         return None;
     }
-    let results = if summed { &shapes[..1] } else { &shapes };
-    let ys: Vec<_> = results.iter().map(|s| empty(&like, [s.i, s.j], out)).collect();
+    let stored = if summed { &shapes[..1] } else { &shapes };
+    let ys: Vec<_> = stored.iter().map(|s| empty(&like, [s.i, s.j], out)).collect();
     let dense = |list: &[Operand<B>]| list.iter().map(|x| values(x, dtype)).collect::<Vec<_>>();
     let (lefts, rights) = (dense(a), dense(b));
-    let launch = |products: Range<usize>| {
+    let mut squares = Vec::new();
+    let mut launch = |products: Range<usize>| {
         let args = |list: &[CubeTensor<R>]| match list {
             [one] => vec![arg(one)],
             many => many[products.clone()].iter().map(arg).collect(),
         };
-        launched(gemm(
-            client,
-            Gemm {
-                a: args(&lefts),
-                b: args(&rights),
-                scales: products.clone().flat_map(globals).collect(),
-                out: args(&ys),
-                types: (dtype.into(), out.into()),
-                shapes: shapes[products.clone()].to_vec(),
-                product,
-                accumulate: false,
-            },
-        ));
+        let mut launch = Gemm {
+            a: args(&lefts),
+            b: args(&rights),
+            scales: products.clone().flat_map(globals).collect(),
+            out: args(&ys),
+            types: (dtype.into(), out.into()),
+            shapes: shapes[products.clone()].to_vec(),
+            product,
+            accumulate: false,
+            squares: vec![],
+        };
+        if results == Results::Measured {
+            let lens = gemm::squares_of(client, &launch).unwrap_or_default();
+            let places: Vec<_> = lens.into_iter().map(|len| empty(&like, [len], DType::F32)).collect();
+            launch.squares = places.iter().map(arg).collect();
+            squares.extend(places);
+        }
+        launched(gemm(client, launch));
     };
     if together || summed {
         launch(0..count);
     } else {
         (0..count).for_each(|i| launch(i..i + 1));
     }
-    Some(ys)
+    Some(Made { values: ys, squares })
 }
 
 /// The tensor scale of an operand that has one.

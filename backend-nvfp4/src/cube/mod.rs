@@ -17,6 +17,7 @@ use self::{
         Normed, activations, coded, column_sums, gated, normed, products_read_values, quantized, quantized_both,
         quantized_together, unscaled,
     },
+    joint_products::Results,
     launch::{arg, dims, empty, launched, writable},
 };
 use crate::{
@@ -26,7 +27,8 @@ use crate::{
     decode::{DecodeBlock, DecodeTokens},
     draw::{Draw, Penalty},
     error::Nvfp4Error,
-    kernels::{AttentionSaved, HeadLoss, Nvfp4Kernels},
+    gradient::Gradient,
+    kernels::{AttentionSaved, HeadLoss, HeadWeightGradient, Nvfp4Kernels},
     ops::{Activations, LinearLayer, Nvfp4Backend},
     optim::{AdamwState, Judged},
     packed::{Nvfp4Primitive, Operand},
@@ -214,8 +216,28 @@ where
         precision: Precision,
         out: DType,
     ) -> Vec<FloatTensor<Self>> {
-        joint_products::joint(product, &a, &b, precision.dtype(), out, false)
+        joint_products::joint(product, &a, &b, precision.dtype(), out, Results::Each)
+            .map(|made| made.values)
             .unwrap_or_else(|| burn_ops::products(product, &a, &b, precision, out))
+    }
+
+    fn weight_gradients(
+        product: Product,
+        dys: Vec<Operand<Self>>,
+        x: Operand<Self>,
+        precision: Precision,
+    ) -> Vec<Gradient<Self>> {
+        let x = vec![x];
+        match joint_products::joint(product, &dys, &x, precision.dtype(), DType::F32, Results::Measured) {
+            None => {
+                let made = burn_ops::products(product, &dys, &x, precision, DType::F32);
+                made.into_iter().map(Gradient::unmeasured).collect()
+            }
+            Some(made) => {
+                let squares = made.squares.into_iter().map(Some).chain(std::iter::repeat(None));
+                made.values.into_iter().zip(squares).map(|(values, squares)| Gradient { values, squares }).collect()
+            }
+        }
     }
 
     fn token_products(x: Operand<Self>, w: Vec<Operand<Self>>, precision: Precision) -> Vec<FloatTensor<Self>> {
@@ -230,7 +252,8 @@ where
         precision: Precision,
         out: DType,
     ) -> FloatTensor<Self> {
-        joint_products::joint(product, &a, &b, precision.dtype(), out, true)
+        joint_products::joint(product, &a, &b, precision.dtype(), out, Results::Sum)
+            .map(|made| made.values)
             .unwrap_or_else(|| burn_ops::products(product, &a, &b, precision, out))
             .into_iter()
             .reduce(Self::float_add)
@@ -375,6 +398,15 @@ where
         head::head_loss(h, w, targets, precision, gradients)
     }
 
+    fn head_weight_gradient(
+        rest: HeadWeightGradient<Self>,
+        factor: FloatTensor<Self>,
+        precision: Precision,
+    ) -> FloatTensor<Self> {
+        let HeadWeightGradient { sum, dlogits, h } = rest;
+        products::accumulated(sum, dlogits, h, Some(factor), precision == Precision::F32)
+    }
+
     fn adamw(
         w: FloatTensor<Self>,
         form: Master,
@@ -397,12 +429,19 @@ where
     }
 
     fn square_sum(
-        x: FloatTensor<Self>,
+        Gradient { values, squares }: Gradient<Self>,
         (sums, place): (FloatTensor<Self>, usize),
         verdict: FloatTensor<Self>,
     ) -> (FloatTensor<Self>, FloatTensor<Self>) {
-        let (x, sums, verdict) = (into_contiguous(x), writable(sums), writable(verdict));
-        launched(gradient::square_sum(&x.client, arg(&x), x.dtype.into(), (arg(&sums), place), arg(&verdict)));
+        let (sums, verdict) = (writable(sums), writable(verdict));
+        let (client, to, judge) = (&sums.client, (arg(&sums), place), arg(&verdict));
+        launched(match squares {
+            Some(squares) => gradient::judged_sum(client, arg(&squares), to, judge),
+            None => {
+                let x = into_contiguous(values);
+                gradient::square_sum(client, arg(&x), x.dtype.into(), to, judge)
+            }
+        });
         (sums, verdict)
     }
 

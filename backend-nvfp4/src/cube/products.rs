@@ -13,7 +13,7 @@
 //! | a packed operand where activations are f32 or TF32, or on any other device | the portable kernel |
 
 use super::{
-    launch::{arg, dims, empty, launched},
+    launch::{arg, dims, empty, launched, writable},
     packed_cube::PackedCube,
 };
 use burn::tensor::{DType, Shape, TensorMetadata};
@@ -23,7 +23,7 @@ use burn_cubecl::{
         cast, into_contiguous,
         matmul::{MatmulStrategy, matmul},
     },
-    ops::numeric::empty_device_contiguous_dtype,
+    ops::{numeric, reshape},
     tensor::CubeTensor,
 };
 use cubek::{
@@ -66,23 +66,33 @@ pub(super) fn dense<R: CubeRuntime>(
     matmul(lhs, rhs, None, MatmulStrategy::default(), out).expect("matmul set-up")
 }
 
-/// Computes `sum + aᵀ · b` in f32 from row-major `a` and `b`.
+/// Computes `(sum + aᵀ · b) * factor` in f32 from row-major `a` and `b`. The factor is an f32 `[1]`, or 1.
 pub(super) fn accumulated<R: CubeRuntime>(
     sum: Option<CubeTensor<R>>,
     a: CubeTensor<R>,
     b: CubeTensor<R>,
+    factor: Option<CubeTensor<R>>,
     f32_only: bool,
 ) -> CubeTensor<R> {
     let ([r, i], [_, j]) = (dims(&a), dims(&b));
     let shape = GemmShape { i, j, r };
-    let Some(sum) = sum else { return dense(turned(a), b, f32_only, DType::F32) };
     if a.dtype != DType::F32 && mma::supported(&a.client, a.dtype.into()) && shape.fits(Product::Tn) {
-        let types = (a.dtype.into(), DType::F32.into());
-        let product = Gemm::one(arg(&a), arg(&b), vec![], arg(&sum), types, shape, Product::Tn);
-        launched(gemm(&a.client, Gemm { accumulate: true, ..product }));
-        return sum;
+        let accumulate = sum.is_some();
+        let y = sum.map_or_else(|| empty(&a, [i, j], DType::F32), writable);
+        let (types, scales) = ((a.dtype.into(), DType::F32.into()), factor.iter().map(arg).collect());
+        let product = Gemm::one(arg(&a), arg(&b), scales, arg(&y), types, shape, Product::Tn);
+        launched(gemm(&a.client, Gemm { accumulate, ..product }));
+        return y;
     }
-    burn_cubecl::ops::numeric::add(sum, dense(turned(a), b, f32_only, DType::F32))
+    let product = dense(turned(a), b, f32_only, DType::F32);
+    let sum = match sum {
+        Some(sum) => numeric::add(sum, product),
+        None => product,
+    };
+    match factor {
+        Some(factor) => numeric::mul(sum, reshape(factor, Shape::new([1, 1]))),
+        None => sum,
+    }
 }
 
 /// A product of a dense and a packed matrix, as `out`: the dense one's dtype or f32.
@@ -192,7 +202,7 @@ fn without_tensor_cores<R: CubeRuntime>(lhs: CubeTensor<R>, rhs: CubeTensor<R>, 
     let mut shape: Shape = lhs.shape();
     let last = shape.rank() - 1;
     shape[last] = rhs.shape()[last];
-    let y = empty_device_contiguous_dtype(lhs.client.clone(), lhs.device.clone(), shape, DType::F32);
+    let y = numeric::empty_device_contiguous_dtype(lhs.client.clone(), lhs.device.clone(), shape, DType::F32);
     let client = lhs.client.clone();
     let float = DType::F32.into();
     let mut elems = MatmulElems::from_globals(&MatmulGlobalElems { lhs: float, rhs: float, out: float });

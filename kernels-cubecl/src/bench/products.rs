@@ -85,6 +85,7 @@ impl<'a, R: Runtime> Bench<'a, R> {
             shapes: layers.shapes(|n| GemmShape { i: layers.tokens, j: n, r: layers.inputs }),
             product: Product::Nt,
             accumulate: false,
+            squares: vec![],
         };
         self.row(show, "gemm forward, packed weight", layers.label.clone(), layers.work(), |_| {
             self.dense(layers)?;
@@ -136,6 +137,7 @@ impl<'a, R: Runtime> Bench<'a, R> {
                 shapes: layers.shapes(|n| GemmShape { i: tokens, j: inputs, r: n }),
                 product: Product::Nn,
                 accumulate: false,
+                squares: vec![],
             };
             gemm(self.client, dgrad)
         })?;
@@ -149,6 +151,7 @@ impl<'a, R: Runtime> Bench<'a, R> {
                 shapes: layers.shapes(|n| GemmShape { i: n, j: inputs, r: tokens }),
                 product: Product::Tn,
                 accumulate: false,
+                squares: vec![],
             };
             gemm(self.client, wgrad)
         })

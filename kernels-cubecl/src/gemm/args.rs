@@ -25,8 +25,10 @@ pub struct Gemm<R: Runtime> {
     pub shapes: Vec<GemmShape>,
     /// How the operands are stored.
     pub product: Product,
-    /// Whether the product is added to the values in `out`. Such a launch has one product and no scales.
+    /// Whether the product is added to the values in `out`. Such a launch has one product. Its scales multiply the sum of both.
     pub accumulate: bool,
+    /// Where the sums of squares of each result go, f32, or nothing: [`super::squares_of()`] says how many there are.
+    pub squares: Vec<ArrayArg<R>>,
 }
 
 impl<R: Runtime> Gemm<R> {
@@ -41,7 +43,7 @@ impl<R: Runtime> Gemm<R> {
         product: Product,
     ) -> Self {
         let (a, b, out, shapes) = (vec![a], vec![b], vec![out], vec![shape]);
-        Self { a, b, scales, out, types, shapes, product, accumulate: false }
+        Self { a, b, scales, out, types, shapes, product, accumulate: false, squares: vec![] }
     }
 
     /// Whether several products become one sum.
@@ -95,8 +97,12 @@ impl<R: Runtime> Gemm<R> {
         require(NAME, scales.is_multiple_of(parts), || {
             format!("{scales} tensor scales cannot be divided among {parts} products")
         })?;
-        require(NAME, !self.accumulate || parts == 1 && scales == 0, || {
-            format!("{parts} products and {scales} tensor scales; adding to `out` takes one product without scales")
+        require(NAME, !self.accumulate || parts == 1, || {
+            format!("{parts} products of one launch cannot be added to `out`; one can")
+        })?;
+        let (results, measured) = (self.out.len(), self.squares.len());
+        require(NAME, measured == 0 || measured == results, || {
+            format!("places for the sums of squares of {measured} results of {results}")
         })
     }
 }

@@ -64,12 +64,21 @@ pub fn gemm<R: Runtime>(client: &ComputeClient<R>, products: Gemm<R>) -> Result<
     gemm_in(client, products, cols)
 }
 
+/// How many sums of squares each result gets from the kernel that [`gemm()`] chooses for these products, if it makes any: those of
+/// Hopper do, of f32 results.
+pub fn squares_of<R: Runtime>(client: &ComputeClient<R>, products: &Gemm<R>) -> Option<Vec<usize>> {
+    hopper::takes(client, products).then(|| hopper::squares_of(client, products))
+}
+
 /// Launches the products on `mma.sync`, in tiles of `cols` columns, one of [`tile_columns`].
 ///
 /// # Errors
 /// The same as [`gemm()`].
 pub fn gemm_in<R: Runtime>(client: &ComputeClient<R>, products: Gemm<R>, cols: usize) -> Result<(), KernelError> {
     products.check()?;
+    require(NAME, products.squares.is_empty(), || {
+        "only kernels on Hopper's instructions write sums of squares".into()
+    })?;
     let offered = tile_columns(client);
     require(NAME, offered.contains(&cols), || {
         format!("tiles of {cols} columns; this device can have tiles of {offered:?} columns")

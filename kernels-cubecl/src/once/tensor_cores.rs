@@ -91,6 +91,7 @@ fn joint_gemms<R: Runtime>(
             shapes: shapes.clone(),
             product,
             accumulate: false,
+            squares: vec![],
         };
         launch(products)?;
     }

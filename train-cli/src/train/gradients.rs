@@ -2,9 +2,9 @@
 //! given to the optimizer.
 
 use crate::train::chunked_adamw::{ChunkedAdamw, Rate};
-use backend_nvfp4::{Judged, Nvfp4Kernels, Nvfp4Linear, PackedMaster, TrainingBackend};
+use backend_nvfp4::{Gradient, Judged, Nvfp4Kernels, Nvfp4Linear, PackedMaster, TrainingBackend};
 use burn::{
-    module::{AutodiffModule, Param, ParamId},
+    module::{AutodiffModule, ModuleVisitor, Param, ParamId},
     optim::GradientsParams,
     tensor::{DType, Shape, Tensor, TensorMetadata, TensorPrimitive, ops::FloatTensor},
 };
@@ -64,15 +64,16 @@ impl<B: Nvfp4Kernels> Gathered<B> {
     /// Measures every sum.
     pub fn measure(&mut self) {
         let sums: Vec<_> = self.sums.values().cloned().collect();
-        sums.iter().for_each(|sum| self.add_squares(sum));
+        sums.into_iter().for_each(|sum| self.add_squares(Gradient::unmeasured(sum)));
     }
 
-    fn add_squares(&mut self, grad: &FloatTensor<B>) {
+    fn add_squares(&mut self, gradient: Gradient<B>) {
+        let grad = &gradient.values;
         let verdict = self.verdict(grad);
         // The optimizer has given its handle back, so that the device writes over the old verdict.
         self.verdict = None;
         let place = (self.room_for_squares(grad), self.measured);
-        let (squares, verdict) = B::square_sum(grad.clone(), place, verdict);
+        let (squares, verdict) = B::square_sum(gradient, place, verdict);
         self.measured += 1;
         self.squares = Some(squares);
         self.verdict = Some(verdict);
@@ -95,39 +96,79 @@ impl<B: Nvfp4Kernels> Gathered<B> {
     }
 
     /// Handles the gradient of a parameter as `fate` says. Returns the gradient to apply now, if any.
-    pub fn settle(&mut self, id: ParamId, grad: Option<FloatTensor<B>>, fate: Fate) -> Option<(Judged<B>, Rate)> {
-        let (sum, first) = match (self.sums.remove(&id), grad) {
+    pub fn settle(&mut self, id: ParamId, grad: Option<Gradient<B>>, fate: Fate) -> Option<(Judged<B>, Rate)> {
+        let (gradient, first) = match (self.sums.remove(&id), grad) {
             (None, None) => return None,
-            (Some(sum), None) => (sum, false),
+            (Some(sum), None) => (Gradient::unmeasured(sum), false),
             (None, Some(grad)) => (grad, true),
-            (Some(sum), Some(grad)) => (B::accumulated(sum, grad), false),
+            (Some(sum), Some(grad)) => (Gradient::unmeasured(B::accumulated(sum, grad.values)), false),
         };
         match fate {
             Fate::Gather => {
+                let sum = gradient.values;
                 let narrow = first && sum.shape().rank() > 1 && sum.dtype() != self.dtype;
                 let sum = if narrow { B::float_cast(sum, self.dtype.into()) } else { sum };
                 self.sums.insert(id, sum);
                 None
             }
             Fate::Measure => {
-                self.add_squares(&sum);
+                self.add_squares(gradient);
                 None
             }
             Fate::Apply { rate, measured } => {
+                let values = gradient.values.clone();
                 if !measured {
-                    self.add_squares(&sum);
+                    self.add_squares(gradient);
                 }
-                let verdict = self.verdict(&sum);
-                Some((Judged { gradient: sum, verdict }, rate))
+                let verdict = self.verdict(&values);
+                Some((Judged { gradient: values, verdict }, rate))
             }
         }
+    }
+}
+
+/// The gradients that a backward leaves to the parameters of a module.
+#[derive(Default)]
+pub struct Left<B: Nvfp4Kernels> {
+    /// The gradients. Parameters may be without one.
+    pub grads: GradientsParams,
+    /// What the products have summed of their squares.
+    squares: HashMap<ParamId, FloatTensor<B>>,
+}
+
+impl<B: Nvfp4Kernels> Left<B> {
+    /// Takes the gradients of a module's parameters out of those of a graph.
+    pub fn to<AB>(module: &impl AutodiffModule<AB>, mut grads: AB::Gradients) -> Self
+    where
+        AB: TrainingBackend<InnerBackend = B>,
+    {
+        struct Squares<'a, AB: TrainingBackend> {
+            grads: &'a mut AB::Gradients,
+            taken: HashMap<ParamId, FloatTensor<AB::InnerBackend>>,
+        }
+        impl<AB: TrainingBackend> ModuleVisitor<AB> for Squares<'_, AB> {
+            fn visit_float<const RANK: usize>(&mut self, param: &Param<Tensor<AB, RANK>>) {
+                if let Some(squares) = AB::take_squares(self.grads, param.val()) {
+                    self.taken.insert(param.id, squares);
+                }
+            }
+        }
+        let mut squares = Squares::<AB> { grads: &mut grads, taken: HashMap::new() };
+        module.visit(&mut squares);
+        let squares = squares.taken;
+        Self { grads: GradientsParams::from_grads(grads, module), squares }
+    }
+
+    fn take<const RANK: usize>(&mut self, id: ParamId) -> Option<Gradient<B>> {
+        let values = self.grads.remove::<B, RANK>(id)?.into_primitive().tensor();
+        Some(Gradient { values, squares: self.squares.remove(&id) })
     }
 }
 
 /// Walks over tensors of a model, and handles the gradient of each.
 pub struct Walk<'a, AB: TrainingBackend> {
     /// The gradients of a pass; tensors without one only have their sum.
-    pub grads: GradientsParams,
+    pub left: Left<AB::InnerBackend>,
     /// What happens to the gradients.
     pub fate: Fate,
     /// The sums.
@@ -138,7 +179,7 @@ pub struct Walk<'a, AB: TrainingBackend> {
 
 impl<AB: TrainingBackend> Walk<'_, AB> {
     fn settle<const RANK: usize>(&mut self, id: ParamId) -> Option<(Judged<AB::InnerBackend>, Rate)> {
-        let grad = self.grads.remove::<AB::InnerBackend, RANK>(id).map(|grad| grad.into_primitive().tensor());
+        let grad = self.left.take::<RANK>(id);
         self.gathered.settle(id, grad, self.fate)
     }
 

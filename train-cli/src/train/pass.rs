@@ -5,12 +5,12 @@ use crate::{
     CliError,
     memory::vram::VramReport,
     train::chunked_adamw::ChunkedAdamw,
-    train::gradients::{Fate, Gathered, Walk},
+    train::gradients::{Fate, Gathered, Left, Walk},
     train::objective::Trainee,
     watchdog,
 };
 use backend_nvfp4::{Nvfp4Kernels, TrainingBackend};
-use burn::{optim::GradientsParams, tensor::Tensor};
+use burn::tensor::Tensor;
 use model_qwen3::weights::to_host;
 
 /// What the passes of one optimizer step share.
@@ -30,12 +30,12 @@ pub struct Pass<'a, B: Nvfp4Kernels> {
 }
 
 impl<B: Nvfp4Kernels> Pass<'_, B> {
-    /// Makes a walk over the tensors of a model that `grads` belong to.
-    pub fn walk<AB>(&mut self, grads: GradientsParams) -> Walk<'_, AB>
+    /// Makes a walk over the tensors of a model to which a backward has left gradients.
+    pub fn walk<AB>(&mut self, left: Left<B>) -> Walk<'_, AB>
     where
         AB: TrainingBackend<InnerBackend = B>,
     {
-        Walk { grads, fate: self.fate, gathered: &mut self.gathered, optimizer: self.optimizer }
+        Walk { left, fate: self.fate, gathered: &mut self.gathered, optimizer: self.optimizer }
     }
 
     /// Reads a loss, and refuses one that is not finite before its gradients are used.

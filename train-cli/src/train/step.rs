@@ -11,12 +11,12 @@ use crate::{
     memory::{pool::Pool, vram::VramReport},
     train::chunked_adamw::{ChunkedAdamw, Rate},
     train::clip::Clipping,
-    train::gradients::{Fate, Gathered},
+    train::gradients::{Fate, Gathered, Left},
     train::objective::Trainee,
     train::pass::{Pass, check_finite},
 };
 use backend_nvfp4::{Nvfp4Kernels, TrainingBackend};
-use burn::{optim::GradientsParams, tensor::DType};
+use burn::tensor::DType;
 use model_qwen3::weights::Replace;
 
 /// What makes optimizer steps, and what one step leaves for the next.
@@ -106,7 +106,7 @@ impl<B: Nvfp4Kernels> Stepper<B> {
         let rate = Rate { lr, clip_factor: self.clipping.clip_factor(measured) };
         pass.fate = Fate::Apply { rate, measured: measured.is_some() };
         if sums_all {
-            net.update(|model| pass.walk(GradientsParams::new()).model(model));
+            net.update(|model| pass.walk(Left::default()).model(model));
         } else {
             loss += pass.streaming(net, last)?;
         }

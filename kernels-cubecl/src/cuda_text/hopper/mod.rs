@@ -23,7 +23,7 @@ pub(crate) mod attention;
 pub(crate) mod gemm;
 mod text;
 
-pub use gemm::{hopper_columns, hopper_gemm_in};
+pub use gemm::{hopper_columns, hopper_gemm_in, hopper_squares};
 
 /// Bytes of shared memory that a cube of these GPUs can have.
 const SHARED: usize = 227 << 10;

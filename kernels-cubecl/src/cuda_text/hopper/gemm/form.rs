@@ -52,6 +52,8 @@ pub(super) struct HopperGemmForm {
     pub(super) scales: usize,
     pub(super) summed: bool,
     pub(super) accumulate: bool,
+    /// Whether the sums of squares of tiles are written.
+    pub(super) measured: bool,
     pub(super) operand: Number,
     pub(super) result: Number,
 }
@@ -70,6 +72,8 @@ impl HopperGemmForm {
         require(NAME, operand != Number::F32, || "Hopper's instructions multiply 16-bit numbers, not f32".into())?;
         let stored_sums = !products.accumulate || result == Number::F32;
         require(NAME, stored_sums, || "no Hopper kernel adds to 16-bit results".into())?;
+        let measured = !products.squares.is_empty();
+        require(NAME, !measured || result == Number::F32, || "only f32 results are measured".into())?;
         let parts = products.shapes.len();
         require(NAME, parts <= MOST, || format!("{parts} products; a Hopper kernel takes at most {MOST}"))?;
         let empty = products.shapes.iter().find(|s| s.i * s.j * s.r == 0);
@@ -84,6 +88,7 @@ impl HopperGemmForm {
             scales: products.scales.len() / parts,
             summed: products.summed(),
             accumulate: products.accumulate,
+            measured,
             operand,
             result,
         })

@@ -13,8 +13,8 @@
 //   across (i or j is contiguous)  a row of r has 64 values of i or j; 64 rows fill 8,192 bytes, and the next 64 values of i or
 //                                  j follow behind them
 //
-// text.rs writes the definitions in front of this text: COLS, A_ACROSS, B_ACROSS, PARTS, SUMMED, SCALED, ACCUMULATE, RESULT_F32,
-// the parameters, A_MAP(p), B_MAP(p), OUT_MAP(p), EDGE_MAP(p) and FACTOR(p) for product p, and multiply.
+// text.rs writes the definitions in front of this text: COLS, A_ACROSS, B_ACROSS, PARTS, SUMMED, SCALED, ACCUMULATE, MEASURED,
+// RESULT_F32, the parameters, A_MAP(p), B_MAP(p), OUT_MAP(p), EDGE_MAP(p), FACTOR(p) and SQUARES(p) for product p, and multiply.
 
 constexpr int ROWS = 128, DEPTH = 64, GROUP = 8, BOX = 64 * DEPTH * 2;
 constexpr int BOXES = (COLS + 63) / 64;
@@ -100,6 +100,18 @@ __device__ __forceinline__ void store_sums(float (&sums)[COLS / 2], unsigned to,
     }
 }
 #endif
+
+// Writes the sum of the squares of a warpgroup's results. What lies outside the matrix is zero. `room` holds four numbers.
+__device__ __forceinline__ void store_squares(const float (&sums)[COLS / 2], float* room, int consumer, float* to) {
+    float squares = 0.0f;
+#pragma unroll
+    for (int n = 0; n < COLS / 2; n++) squares += sums[n] * sums[n];
+#pragma unroll
+    for (int distance = 16; distance > 0; distance /= 2) squares += __shfl_xor_sync(0xffffffffu, squares, distance);
+    if (threadIdx.x % 32 == 0) room[threadIdx.x / 32 % 4] = squares;
+    warpgroup_sync(consumer + 1);
+    if (threadIdx.x % 128 == 0) *to = room[0] + room[1] + room[2] + room[3];
+}
 
 extern "C" __global__ void __launch_bounds__(384, 1) hopper_gemm(PARAMETERS) {
     extern __shared__ __align__(1024) unsigned char dynamic_shared_mem[];
@@ -192,6 +204,12 @@ extern "C" __global__ void __launch_bounds__(384, 1) hopper_gemm(PARAMETERS) {
             if (before >= 0 && first_unit) barrier_arrive(empty + 8 * before);
         }
         if (SCALED) for_each_pair([&](int, int, int at) { sums[at] *= factor, sums[at + 1] *= factor; });
+#if MEASURED
+        // Stores synchronize the warpgroup before it comes here again, so that `room` has been read by then.
+        float* room = (float*)(dynamic_shared_mem + (empty + 8 * STAGES - shared_address(dynamic_shared_mem))) + 4 * consumer;
+        const long long tile_cols = (info.parts[tile.part].j_len + COLS - 1) / COLS;
+        store_squares(sums, room, consumer, SQUARES(tile.part) + (tile.row / ROWS * tile_cols + tile.col / COLS) * 2 + consumer);
+#endif
         store_sums(sums, results + consumer * OUT_BYTES, consumer, tile.row + consumer * 64, tile.col, OUT_MAP(tile.part),
                    EDGE_MAP(tile.part));
     }

@@ -12,7 +12,7 @@ use super::{Number, PIECE, is_hopper, tensor_map};
 use crate::{
     cuda_text::{WrittenKernel, binding},
     device::processors,
-    error::{KernelError, index, require},
+    error::{KernelError, expect_len, index, require},
     gemm::{
         args::Gemm,
         shape::{GemmShape, NAME},
@@ -23,8 +23,8 @@ use cubecl::{
     server::{Binding, KernelArguments, MetadataBindingInfo},
 };
 use form::{HopperGemmForm, Mapped, STAGE_DEPTH, TILE_ROWS};
-pub use tiles::hopper_columns;
 use tiles::{columns, tiles};
+pub use tiles::{hopper_columns, hopper_squares};
 
 mod form;
 mod text;
@@ -33,6 +33,12 @@ mod tiles;
 /// Whether there is a kernel for these products on this device.
 pub(crate) fn takes<R: Runtime>(client: &ComputeClient<R>, products: &Gemm<R>) -> bool {
     is_hopper(client) && HopperGemmForm::of(products, TILE_ROWS).is_ok()
+}
+
+/// How many sums of squares each result of these products gets: two a tile.
+pub(crate) fn squares_of<R: Runtime>(client: &ComputeClient<R>, products: &Gemm<R>) -> Vec<usize> {
+    let cols = columns(products.tiled(), products.product, processors(client));
+    products.tiled().iter().map(|shape| hopper_squares(shape, cols)).collect()
 }
 
 /// Launches the products with the width of tiles that lets the device finish soonest.
@@ -61,8 +67,12 @@ fn launch_in<R: Runtime>(client: &ComputeClient<R>, products: Gemm<R>, cols: usi
     let form = HopperGemmForm::of(&products, cols)?;
     let cubes = index(NAME, "cubes", tiles(products.tiled(), cols).min(processors(client)))?;
     let info = lengths(&products.shapes)?;
-    let Gemm { a, b, scales, out, types, shapes, .. } = products;
-    let [a, b, scales, out] = [a, b, scales, out].map(|list| list.into_iter().map(binding).collect::<Vec<Binding>>());
+    for (sums, shape) in products.squares.iter().zip(&products.shapes) {
+        expect_len(NAME, "squares", sums.size(), hopper_squares(shape, cols))?;
+    }
+    let Gemm { a, b, scales, out, squares, types, shapes, .. } = products;
+    let bindings = |list: Vec<ArrayArg<R>>| list.into_iter().map(binding).collect::<Vec<Binding>>();
+    let [a, b, scales, out, squares] = [a, b, scales, out, squares].map(bindings);
     let map_of = |(of, n): (Mapped, usize)| {
         let GemmShape { i, j, r } = shapes[n];
         let (buffer, ty) = match of {
@@ -82,12 +92,13 @@ fn launch_in<R: Runtime>(client: &ComputeClient<R>, products: Gemm<R>, cols: usi
         tensor_map(buffer.clone(), ty, dims, tile)
     };
     let maps = form.maps().into_iter().map(map_of).collect();
-    let arguments = KernelArguments::new().with_tensor_maps(maps).with_buffers(scales);
+    let numbers = scales.into_iter().chain(squares).collect();
+    let arguments = KernelArguments::new().with_tensor_maps(maps).with_buffers(numbers);
     let words = info.len();
     let arguments = arguments.with_info(MetadataBindingInfo::new(info, words));
     // SAFETY: buffer lengths were checked against the shapes; the copy engine stays inside the matrices of its maps, whose
-    // dimensions are the shapes; the values that results begin with are read inside them too; every loop is bounded by
-    // the shapes.
+    // dimensions are the shapes; the values that results begin with are read inside them too; sums of squares have two places
+    // for each tile; every loop is bounded by the shapes.
     unsafe { client.launch_unchecked(Box::new(WrittenKernel(form)), CubeCount::Static(cubes, 1, 1), arguments) };
     Ok(())
 }

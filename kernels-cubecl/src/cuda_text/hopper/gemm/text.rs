@@ -39,6 +39,7 @@ fn definitions(form: &HopperGemmForm) -> String {
         ("SUMMED", form.summed.into()),
         ("SCALED", (form.scales > 0).into()),
         ("ACCUMULATE", form.accumulate.into()),
+        ("MEASURED", form.measured.into()),
         ("RESULT_F32", (form.result == Number::F32).into()),
     ];
     for (name, number) in numbers {
@@ -54,6 +55,9 @@ fn definitions(form: &HopperGemmForm) -> String {
     let product = |p: usize| (0..form.scales).map(|s| format!("scale{}[0]", p * form.scales + s)).collect::<Vec<_>>();
     let factor = |p: usize| if form.scales == 0 { "1.0f".into() } else { product(p).join(" * ") };
     define(&mut out, "FACTOR(p)", &choice(parts, factor));
+    if form.measured {
+        define(&mut out, "SQUARES(p)", &choice(form.results(), |p| format!("squares{p}")));
+    }
     out
 }
 
@@ -68,6 +72,7 @@ fn parameters(form: &HopperGemmForm) -> String {
         _ => format!("const void* buffer_of_{map}"),
     }));
     all.extend((0..form.parts * form.scales).map(|n| format!("const float* scale{n}")));
+    all.extend((0..if form.measured { form.results() } else { 0 }).map(|n| format!("float* squares{n}")));
     all.push("const __grid_constant__ Info info".into());
     all.join(", ")
 }

@@ -13,6 +13,11 @@ pub(super) fn tiles(shapes: &[GemmShape], cols: usize) -> usize {
     shapes.iter().map(|s| s.i.div_ceil(TILE_ROWS) * s.j.div_ceil(cols)).sum()
 }
 
+/// The number of sums of squares of a result: each of the two warpgroups that make a tile writes one.
+pub fn hopper_squares(shape: &GemmShape, cols: usize) -> usize {
+    2 * tiles(&[*shape], cols)
+}
+
 /// The width with which a device of `processors` finishes soonest. Each multiprocessor makes its share of whole tiles. The
 /// time of a tile grows with its columns, and reading its rows of `a` costs as much as 40 columns.
 pub(super) fn columns(shapes: &[GemmShape], product: Product, processors: usize) -> usize {
