@@ -21,7 +21,8 @@ use cubecl::{
 
 const BF16: StorageType = StorageType::Scalar(ElemType::Float(FloatKind::BF16));
 
-/// Every kind of product, in tiles of every width, on `mma.sync` and on Hopper's own instructions.
+/// Every kind of product, in tiles of every width, on `mma.sync` and on Hopper's own instructions. Those of Hopper also sum the
+/// squares of results in f32 that begin at zero, as gradients of weights do.
 pub(super) fn gemms<R: Runtime>(zeros: &Zeros<R>, rows: usize) -> Result<(), KernelError> {
     for cols in gemm::tile_columns(zeros.client) {
         each_gemm(zeros, rows, |products| gemm::gemm_in(zeros.client, products, cols))?;
@@ -35,7 +36,10 @@ pub(super) fn gemms<R: Runtime>(zeros: &Zeros<R>, rows: usize) -> Result<(), Ker
             if !hopper::hopper_columns(products.product).contains(cols) {
                 return Ok(());
             }
-            hopper::hopper_gemm_in(zeros.client, products, *cols)
+            let measured = products.types.1 == F32 && !products.accumulate;
+            let places = |shape| zeros.floats(hopper::hopper_squares(shape, *cols));
+            let squares = products.shapes.iter().filter(|_| measured).map(places).collect();
+            hopper::hopper_gemm_in(zeros.client, Gemm { squares, ..products }, *cols)
         })
     })
 }
@@ -52,9 +56,8 @@ fn each_gemm<R: Runtime>(
     {
         let (i, j, r) = if product == Product::Tn { (136, 168, rows) } else { (rows, 168, 72) };
         let shape = GemmShape { i, j, r };
-        let scales = if accumulate { vec![] } else { vec![zeros.floats(1)] };
         let (a, b, out) = (zeros.values(i * r), zeros.values(j * r), zeros.sized(i * j, result.size()));
-        let one = Gemm::one(a, b, scales, out, (dtype, result), shape, product);
+        let one = Gemm::one(a, b, vec![zeros.floats(1)], out, (dtype, result), shape, product);
         launch(Gemm { accumulate, ..one })?;
     }
     joint_gemms(zeros, rows.next_multiple_of(8), launch)
@@ -79,15 +82,16 @@ fn joint_gemms<R: Runtime>(
             _ => GemmShape { i: n, j: inputs, r: tokens },
         };
         let shapes: Vec<_> = outputs.iter().map(shape).collect();
-        let each = |count: usize, len: &dyn Fn(&GemmShape) -> usize| -> Vec<_> {
-            shapes[..count].iter().map(|shape| zeros.values(len(shape))).collect()
+        let each = |count: usize, ty: StorageType, len: &dyn Fn(&GemmShape) -> usize| -> Vec<_> {
+            shapes[..count].iter().map(|shape| zeros.sized(len(shape), ty.size())).collect()
         };
+        let result = if shared_left || summed { zeros.dtype } else { F32 };
         let products = Gemm {
-            a: each(if shared_left { 1 } else { 3 }, &|s| s.i * s.r),
-            b: each(if shared_left || summed { 3 } else { 1 }, &|s| s.j * s.r),
+            a: each(if shared_left { 1 } else { 3 }, zeros.dtype, &|s| s.i * s.r),
+            b: each(if shared_left || summed { 3 } else { 1 }, zeros.dtype, &|s| s.j * s.r),
             scales: (0..6).map(|_| zeros.floats(1)).collect(),
-            out: each(if summed { 1 } else { 3 }, &|s| s.i * s.j),
-            types: (zeros.dtype, zeros.dtype),
+            out: each(if summed { 1 } else { 3 }, result, &|s| s.i * s.j),
+            types: (zeros.dtype, result),
             shapes: shapes.clone(),
             product,
             accumulate: false,
