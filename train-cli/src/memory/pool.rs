@@ -5,7 +5,7 @@
 //! Where the activations of blocks are kept, those of another length take more than that. The pool then holds what the
 //! forecast of the run says, and returns free buffers before it would hold more.
 
-use backend_nvfp4::DeviceMemory;
+use backend_nvfp4::{DeviceMemory, MemoryUse};
 
 /// What is known about the device's pool.
 #[derive(Debug)]
@@ -45,11 +45,11 @@ impl Pool {
         }
     }
 
-    /// The most memory that a step took which has just ended, in bytes, if the device has a pool. The pool keeps what a step
+    /// The most memory that a step took which has just ended with `memory` in use, in bytes, if the device has a pool. The pool keeps what a step
     /// frees, so that it holds this peak until it gives something back.
-    pub fn peak_of_step<B: DeviceMemory>(&mut self, device: &B::Device) -> Option<u64> {
+    pub fn peak_of_step(&mut self, memory: Option<MemoryUse>) -> Option<u64> {
         let highest = std::mem::take(&mut self.highest);
-        B::memory_in_use(device).map(|memory| memory.reserved.max(highest))
+        memory.map(|memory| memory.reserved.max(highest))
     }
 
     /// The most that the pool may hold: a tenth more than a step needs, or what was forecast, but never more than the limit.
@@ -61,8 +61,8 @@ impl Pool {
 
     /// Returns free buffers to the device if the pool holds more than it may, or if the run holds more memory than the
     /// limit. Returns whether it did.
-    pub fn after_step<B: DeviceMemory>(&mut self, device: &B::Device, held: u64) -> bool {
-        let Some(memory) = B::memory_in_use(device) else { return false };
+    pub fn after_step<B: DeviceMemory>(&mut self, device: &B::Device, memory: Option<MemoryUse>, held: u64) -> bool {
+        let Some(memory) = memory else { return false };
         if !std::mem::replace(&mut self.stale, true) {
             self.needed = self.needed.max(memory.reserved);
             return false;

@@ -3,7 +3,7 @@
 //! slower.
 
 use crate::{CliError, durable, kernel_cache, memory::host};
-use backend_nvfp4::DeviceMemory;
+use backend_nvfp4::{DeviceMemory, MemoryUse};
 use serde_json::{Value, json};
 use std::{
     path::{Path, PathBuf},
@@ -41,8 +41,9 @@ impl VramReport {
             return Ok(());
         }
         B::sync(device).map_err(|e| CliError::Device { device: B::name(device), reason: format!("{e:?}") })?;
-        let held = mib(self.held::<B>(device));
-        let (pid, total) = (B::memory_in_use(device).map_or(held, |m| mib(m.in_use)), held);
+        let memory = B::memory_in_use(device);
+        let held = mib(self.held(memory));
+        let (pid, total) = (memory.map_or(held, |m| mib(m.in_use)), held);
         self.samples.push(json!({
             "TimestampUtc": now(),
             "GlobalStep": step,
@@ -55,10 +56,11 @@ impl VramReport {
         Ok(())
     }
 
-    /// Bytes that the run holds. On a device with memory of its own, this is the memory taken from it; on a device that
-    /// shares the host's memory, what the host has come to use since the run began; on the CPU, this process's memory.
-    pub fn held<B: DeviceMemory>(&self, device: &B::Device) -> u64 {
-        match (B::memory_in_use(device), self.meter.began) {
+    /// Bytes that the run holds while its device's pool has `memory` in use. On a device with memory of its own, this is the memory
+    /// taken from it; on a device that shares the host's memory, what the host has come to use since the run began; on the CPU, this
+    /// process's memory.
+    pub fn held(&self, memory: Option<MemoryUse>) -> u64 {
+        match (memory, self.meter.began) {
             (None, _) => host::resident().unwrap_or(0),
             (Some(m), None) => m.reserved,
             (Some(m), Some(began)) => host::in_use().map_or(m.reserved, |now| now.saturating_sub(began)),

@@ -342,7 +342,7 @@ impl<B: Nvfp4Kernels> Between<B> for Journal {
 
     fn maybe_save(
         &mut self,
-        model: &Qwen3<B>,
+        model: &dyn Fn() -> Qwen3<B>,
         stepper: &Stepper<B>,
         step: usize,
         wanted: SaveWish,
@@ -387,7 +387,7 @@ impl<B: Nvfp4Kernels> Between<B> for Journal {
         progress::doing("saving a checkpoint");
         // What was logged of the steps of a checkpoint is not lost before the checkpoint is.
         log::sync(&self.plan.output_dir)?;
-        let written = saver.save(model, &stepper.optimizer, &self.state, keep)?;
+        let written = saver.save(&model(), &stepper.optimizer, &self.state, keep)?;
         // The one before may have been waited for.
         self.spent.add_to_last(saver.taken_from_steps());
         self.spent.add(self.started.elapsed().as_secs_f64());

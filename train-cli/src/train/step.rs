@@ -14,6 +14,7 @@ use crate::{
     train::gradients::{Fate, Gathered, Left},
     train::objective::Trainee,
     train::pass::{Pass, check_finite},
+    train::streaming::Forward,
 };
 use backend_nvfp4::{Nvfp4Kernels, TrainingBackend};
 use burn::tensor::DType;
@@ -99,16 +100,18 @@ impl<B: Nvfp4Kernels> Stepper<B> {
             check_finite(step, &[("loss", loss), ("gradient norm", norm)], false)?;
         }
 
-        // While the copy's handles are held, the optimizer writes into new buffers and leaves the old ones as they are.
-        let undo = (self.undo && measured.is_none()).then(|| (net.clone(), pass.optimizer.clone()));
-
         // 3. Clip and update: from the sums, or block by block with the gradients of the last micro-batch.
         let rate = Rate { lr, clip_factor: self.clipping.clip_factor(measured) };
         pass.fate = Fate::Apply { rate, measured: measured.is_some() };
+        let mut undo = None;
         if sums_all {
             net.update(|model| pass.walk(Left::default()).model(model));
         } else {
-            loss += pass.streaming(net, last)?;
+            let forward = Forward::of(net, last, self.kept);
+            // While the copy's handles are held, the optimizer writes into new buffers and leaves the old ones as they are. The
+            // host makes it while a GPU computes the forward.
+            undo = (self.undo && measured.is_none()).then(|| (net.clone(), pass.optimizer.clone()));
+            loss += pass.backward(net, last, forward)?;
         }
 
         // 4. The norm that the update measured on its way clips the next step.

@@ -31,9 +31,24 @@ impl<B: Nvfp4Kernels> Pass<'_, B> {
     where
         AB: TrainingBackend<InnerBackend = B>,
     {
-        // Its tables are made on the host while the device waits, so the forward and the backward share one context.
-        let context = net.context(batch);
-        let (traces, h_MD) = forward(net, batch, &context, self.kept);
+        let forward = Forward::of(net, batch, self.kept);
+        self.backward(net, batch, forward)
+    }
+
+    /// The loss and the backward of a micro-batch whose blocks have run forward. Returns the loss.
+    ///
+    /// # Errors
+    /// If the loss is not finite or the device fails.
+    pub fn backward<AB>(
+        &mut self,
+        net: &mut Trainee<AB>,
+        batch: &MicroBatch,
+        forward: Forward<AB>,
+    ) -> Result<f32, CliError>
+    where
+        AB: TrainingBackend<InnerBackend = B>,
+    {
+        let Forward { context, traces, h_MD } = forward;
         let HeadPass { loss, dy_MD, tied_VD } = match self.head(net, batch, h_MD) {
             Ok(head) => head,
             Err(error) => {
@@ -134,6 +149,16 @@ impl<B: Nvfp4Kernels> Pass<'_, B> {
     }
 }
 
+/// What the blocks leave for the backward once they have run forward.
+pub struct Forward<AB: TrainingBackend> {
+    /// Its tables are made on the host while the device waits, so the forward and the backward share one context.
+    context: Context<AB>,
+    /// One for each trained block.
+    traces: Vec<Trace<AB>>,
+    /// The last block's output.
+    h_MD: Tensor<AB::InnerBackend, 2>,
+}
+
 /// What the backward of the head gives.
 struct HeadPass<B: Nvfp4Kernels> {
     loss: f32,
@@ -176,38 +201,32 @@ impl<AB: TrainingBackend> Graph<AB> {
     }
 }
 
-/// The forward: what each trained block leaves for its backward, and the last block's output. The last `kept` blocks leave
-/// their graphs.
-fn forward<AB>(
-    net: &Trainee<AB>,
-    batch: &MicroBatch,
-    context: &Context<AB>,
-    kept: usize,
-) -> (Vec<Trace<AB>>, Tensor<AB::InnerBackend, 2>)
-where
-    AB: TrainingBackend,
-{
-    let blocks = net.model().layers.len();
-    let first_kept = blocks.saturating_sub(kept).max(net.first_trained());
-    // This second handle on every parameter must end with the forward, or no update would be in place.
-    let plain = net.valid();
-    let plain_context = context.inner();
-    let mut h_MD = plain.embedded(batch);
-    let mut traces = Vec::new();
-    for (i, block) in plain.model().layers.iter().enumerate().take(first_kept) {
-        watchdog::moved();
-        if i >= net.first_trained() {
-            traces.push(Trace::Input(h_MD.clone()));
+impl<AB: TrainingBackend> Forward<AB> {
+    /// Runs the blocks. The last `kept` ones leave their graphs. A GPU may still be computing when this returns.
+    pub fn of(net: &Trainee<AB>, batch: &MicroBatch, kept: usize) -> Self {
+        let context = net.context(batch);
+        let blocks = net.model().layers.len();
+        let first_kept = blocks.saturating_sub(kept).max(net.first_trained());
+        // This second handle on every parameter must end with the forward, or no update would be in place.
+        let plain = net.valid();
+        let plain_context = context.inner();
+        let mut h_MD = plain.embedded(batch);
+        let mut traces = Vec::new();
+        for (i, block) in plain.model().layers.iter().enumerate().take(first_kept) {
+            watchdog::moved();
+            if i >= net.first_trained() {
+                traces.push(Trace::Input(h_MD.clone()));
+            }
+            h_MD = block.forward(h_MD, &plain.model().of_block(&plain_context, i));
         }
-        h_MD = block.forward(h_MD, &plain.model().of_block(&plain_context, i));
+        for i in first_kept..blocks {
+            watchdog::moved();
+            let graph = Graph::of(&net.model().layers[i], h_MD, &net.model().of_block(&context, i));
+            h_MD = graph.y_MD.clone().inner();
+            traces.push(Trace::Graph(graph));
+        }
+        Self { context, traces, h_MD }
     }
-    for i in first_kept..blocks {
-        watchdog::moved();
-        let graph = Graph::of(&net.model().layers[i], h_MD, &net.model().of_block(context, i));
-        h_MD = graph.y_MD.clone().inner();
-        traces.push(Trace::Graph(graph));
-    }
-    (traces, h_MD)
 }
 
 /// Frees the graphs of a pass that ends before its backward, which is the only thing that frees them.

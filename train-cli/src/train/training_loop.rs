@@ -94,14 +94,14 @@ pub trait Between<B: Nvfp4Kernels>: Send {
     /// If the device fails or a file cannot be written.
     fn samples(&mut self, model: &Qwen3<B>, step: usize) -> Result<(), CliError>;
 
-    /// Saves a checkpoint if one is due or wanted, unless saving is off. If the run stops before its last step, the checkpoint is
+    /// Saves a checkpoint of the model, which is asked for then, if one is due or wanted, unless saving is off. If the run stops before its last step, the checkpoint is
     /// complete when this returns its folder. Otherwise it may still be being written while the next steps are made.
     ///
     /// # Errors
     /// If the device fails or a file cannot be written.
     fn maybe_save(
         &mut self,
-        model: &Qwen3<B>,
+        model: &dyn Fn() -> Qwen3<B>,
         stepper: &Stepper<B>,
         step: usize,
         wanted: SaveWish,
@@ -209,9 +209,10 @@ pub fn train<AB: TrainingBackend>(
         let made = run.guarded_step(net, &batches, step, lr)?;
         run.vram.note::<AB>(&device, step, "optimizer_step_done")?;
         run.vram.write()?;
-        let held = run.vram.held::<AB>(&device);
-        let peak_memory_mib = run.stepper.pool.peak_of_step::<AB>(&device).map(|bytes| bytes >> 20);
-        let trimmed = run.stepper.pool.after_step::<AB>(&device, held);
+        let memory = AB::memory_in_use(&device);
+        let held = run.vram.held(memory);
+        let peak_memory_mib = run.stepper.pool.peak_of_step(memory).map(|bytes| bytes >> 20);
+        let trimmed = run.stepper.pool.after_step::<AB>(&device, memory, held);
 
         let seconds = clock.lap();
         let tokens_per_second =
@@ -238,15 +239,13 @@ pub fn train<AB: TrainingBackend>(
             Guarded::LeftOut(reason) => run.between.left_out(step, &reason, &batches)?,
         }
 
-        // This second handle on every parameter must end with the iteration, or no update would be in place.
-        let inner = net.valid();
         let interrupted = run.interruption.received();
         let evaluates = interrupted.is_none() && run.between.evaluates(step);
         if evaluates {
             // An evaluation has buffers of other sizes than a step.
             run.stepper.pool.give_back::<AB>(&device);
             clock.lap();
-            run.evaluate(&inner, step, tell)?;
+            run.evaluate(&net.valid(), step, tell)?;
             pace.evaluations.add(clock.lap());
         }
         // A signal may have come during the evaluation.
@@ -257,7 +256,7 @@ pub fn train<AB: TrainingBackend>(
         device::check()?;
         clock.lap();
         let wanted = SaveWish::after_step(stops, run.requests.take());
-        let saved = run.between.maybe_save(inner.model(), &run.stepper, step, wanted)?;
+        let saved = run.between.maybe_save(&|| net.valid().into_model(), &run.stepper, step, wanted)?;
         if run.between.ahead(step - 1).saves > ahead.saves {
             pace.saves.add(clock.lap());
         }
