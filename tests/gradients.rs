@@ -3,8 +3,8 @@
 
 use crate::support::{Cpu, Cube, RECIPES, Random, host, matrix, on_gpu, relative, supports};
 use backend_nvfp4::{
-    Activations, LinearLayer, LinearSpec, Nvfp4Backend, Nvfp4Kernels, Nvfp4Linear, Operand, Precision, Recipe, Scaling,
-    reference, segment_sum,
+    Activations, LayerWeight, LinearLayer, LinearSpec, Nvfp4Backend, Nvfp4Kernels, Nvfp4Linear, Precision, Recipe,
+    Scaling, reference, segment_sum,
 };
 use burn::{
     backend::Autodiff,
@@ -114,11 +114,11 @@ fn sharing<B: Nvfp4Kernels>(device: B::Device) {
                     let given = w.iter().zip(of).map(|(w, &i)| {
                         let weight = if frozen == Some(i) {
                             let w = w.clone().inner().into_primitive().tensor();
-                            Operand::Packed(B::nvfp4_quantize(w, spec.weights()))
+                            LayerWeight::Packed { codes: B::nvfp4_quantize(w, spec.weights()), gradient: None }
                         } else {
-                            Operand::Dense(w.clone().into_primitive().tensor())
+                            LayerWeight::Dense(w.clone().into_primitive().tensor())
                         };
-                        LinearLayer { weight, gradient: None, spec: spec.slot(i as u32) }
+                        LinearLayer { weight, spec: spec.slot(i as u32) }
                     });
                     let ys = Autodiff::<B>::nvfp4_linears(Activations::from(x.clone()), given.collect());
                     let ys: Vec<_> = ys

@@ -71,7 +71,7 @@ pub use kernels_cubecl::{
     rng::Stream,
 };
 pub use linear::{Calibrated, Nvfp4Linear, PackedMaster, linears};
-pub use ops::{Activations, LinearLayer, Nvfp4Backend};
+pub use ops::{Activations, LayerWeight, LinearLayer, Nvfp4Backend};
 pub use optim::{AdamwState, Judged, MasterKind, Moment, StateKind};
 pub use packed::{Nvfp4Primitive, Nvfp4Tensor, Operand, PACKED_BYTES, Packed, Unscaled};
 pub use recipe::{ActivationScale, GivenScale, LinearSpec, Nvfp4Parts, Precision, Recipe};

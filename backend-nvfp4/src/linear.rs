@@ -1,8 +1,8 @@
 //! Linear layers without bias as modules, and the call of one layer or of several that read the same activations.
 
 use crate::{
-    ops::{Activations, LinearLayer, Nvfp4Backend},
-    packed::{Nvfp4Tensor, Operand},
+    ops::{Activations, LayerWeight, LinearLayer, Nvfp4Backend},
+    packed::Nvfp4Tensor,
     primitive::{primitive, tensor},
     recipe::{ActivationScale, GivenScale, LinearSpec},
 };
@@ -73,18 +73,19 @@ impl<B: Nvfp4Backend> Nvfp4Linear<B> {
 
     /// The layer as an operation takes it. No recipe quantizes a [`Self::Dense`] weight.
     pub fn operation(&self, spec: LinearSpec) -> LinearLayer<B> {
-        let dense = |w: &Param<Tensor<B, 2>>| Operand::Dense(primitive(w.val()));
+        let dense = |w: &Param<Tensor<B, 2>>| LayerWeight::Dense(primitive(w.val()));
+        let frozen = |w: &Nvfp4Tensor<B>| LayerWeight::Packed { codes: w.primitive(), gradient: None };
         match self {
-            Self::Master(w) => LinearLayer { weight: dense(w), gradient: None, spec },
-            Self::Dense(w) => LinearLayer { weight: dense(w), gradient: None, spec: spec.unquantized() },
-            Self::Packed(w) => LinearLayer { weight: Operand::Packed(w.primitive()), gradient: None, spec },
+            Self::Master(w) => LinearLayer { weight: dense(w), spec },
+            Self::Dense(w) => LinearLayer { weight: dense(w), spec: spec.unquantized() },
+            Self::Packed(w) => LinearLayer { weight: frozen(w), spec },
             Self::Calibrated(Calibrated { weight, input }) => {
                 let spec = LinearSpec { activation_scale: ActivationScale::Given(*input), ..spec };
-                LinearLayer { weight: Operand::Packed(weight.primitive()), gradient: None, spec }
+                LinearLayer { weight: frozen(weight), spec }
             }
-            Self::PackedMaster(w) => {
-                let gradient = Some(primitive(w.gradient.val()));
-                LinearLayer { weight: Operand::Packed(w.weight.primitive()), gradient, spec }
+            Self::PackedMaster(PackedMaster { gradient, weight }) => {
+                let gradient = Some(primitive(gradient.val()));
+                LinearLayer { weight: LayerWeight::Packed { codes: weight.primitive(), gradient }, spec }
             }
         }
     }

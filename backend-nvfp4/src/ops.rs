@@ -6,12 +6,12 @@
 
 use crate::{
     attention::{AttentionSpec, Documents, Rotary},
-    packed::{Nvfp4Primitive, Operand},
+    packed::Nvfp4Primitive,
     primitive::{primitive, tensor},
     recipe::{LinearSpec, Precision},
 };
 use burn::tensor::{
-    DType, Int, Tensor,
+    DType, Int, Tensor, TensorMetadata,
     backend::Backend,
     ops::{FloatTensor, IntTensor},
 };
@@ -91,13 +91,35 @@ impl<B: Backend> From<Tensor<B, 2>> for Activations<B> {
 /// A linear layer as [`Nvfp4Backend::nvfp4_linears`] takes it.
 #[derive(Debug, Clone)]
 pub struct LinearLayer<B: Backend> {
-    /// The weight `[N, K]`: float values, which the recipe quantizes, or codes.
-    pub weight: Operand<B>,
-    /// The float tensor `[N, K]` that takes the gradient of codes, because autodiff knows no gradient of integers.
-    /// The values of this tensor are never read. `None` if the codes are not trained; the gradient of float values is their own.
-    pub gradient: Option<FloatTensor<B>>,
+    /// The weight.
+    pub weight: LayerWeight<B>,
     /// The specification of the layer.
     pub spec: LinearSpec,
+}
+
+/// The weight `[N, K]` of a linear layer.
+#[derive(Debug, Clone)]
+pub enum LayerWeight<B: Backend> {
+    /// Float values, which the recipe quantizes.
+    Dense(FloatTensor<B>),
+    /// NVFP4 codes.
+    Packed {
+        /// The codes.
+        codes: Nvfp4Primitive<B>,
+        /// The float tensor `[N, K]` that takes the gradient of the codes, because autodiff knows no gradient of integers. Its values
+        /// are never read. `None` if the codes are not trained.
+        gradient: Option<FloatTensor<B>>,
+    },
+}
+
+impl<B: Backend> LayerWeight<B> {
+    /// Output and input features, N and K.
+    pub fn dims(&self) -> [usize; 2] {
+        match self {
+            Self::Dense(w) => w.shape().dims(),
+            Self::Packed { codes, .. } => codes.dims(),
+        }
+    }
 }
 
 /// See [`Nvfp4Backend::rms_norm`].

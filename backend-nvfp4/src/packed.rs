@@ -63,14 +63,14 @@ impl<Buffer: TensorMetadata> Packed<Buffer, Buffer, Buffer> {
     }
 }
 
-/// A matrix that a product reads.
+/// A matrix that a product reads: a weight, activations or their gradient.
 #[derive(Debug, Clone)]
 pub enum Operand<B: Backend> {
     /// Float values.
     Dense(FloatTensor<B>),
     /// NVFP4 codes.
     Packed(Nvfp4Primitive<B>),
-    /// The values of NVFP4 codes that one product alone reads. No weight has this form.
+    /// The values of NVFP4 codes that one product alone reads.
     Unscaled(Unscaled<B>),
 }
 

@@ -8,7 +8,7 @@
 use crate::{
     gradient::Gradient,
     kernels::Nvfp4Kernels,
-    ops::{Activations, LinearLayer},
+    ops::{Activations, LayerWeight, LinearLayer},
     packed::Operand,
     recipe::{ActivationScale, LinearSpec, Recipe},
 };
@@ -58,16 +58,18 @@ fn weights<B: Nvfp4Kernels>(layers: Vec<LinearLayer<B>>, spec: LinearSpec) -> Ve
     let mut together = vec![];
     if packs && spec.shares_scale {
         let dense = |layer: &LinearLayer<B>| match &layer.weight {
-            Operand::Dense(w) => Some(w.clone()),
-            Operand::Packed(_) | Operand::Unscaled(_) => None,
+            LayerWeight::Dense(w) => Some(w.clone()),
+            LayerWeight::Packed { .. } => None,
         };
         together = B::nvfp4_quantize_together(layers.iter().filter_map(dense).collect(), spec.weights());
     }
     let mut together = together.into_iter();
     let weight = |layer: LinearLayer<B>| match layer.weight {
-        Operand::Dense(w) if !packs => Operand::Dense(cast::<B>(w, spec.precision.dtype())),
-        Operand::Dense(w) => Operand::Packed(together.next().unwrap_or_else(|| B::nvfp4_quantize(w, spec.weights()))),
-        codes => codes,
+        LayerWeight::Dense(w) if !packs => Operand::Dense(cast::<B>(w, spec.precision.dtype())),
+        LayerWeight::Dense(w) => {
+            Operand::Packed(together.next().unwrap_or_else(|| B::nvfp4_quantize(w, spec.weights())))
+        }
+        LayerWeight::Packed { codes, .. } => Operand::Packed(codes),
     };
     layers.into_iter().map(weight).collect()
 }

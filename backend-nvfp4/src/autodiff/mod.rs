@@ -10,8 +10,7 @@ pub use seed::TrainingBackend;
 use crate::{
     attention::{AttentionSpec, Documents, Rotary},
     kernels::{AttentionSaved, HeadGradients, Nvfp4Kernels},
-    ops::{Activations, LinearLayer, Nvfp4Backend},
-    packed::{Operand, Unscaled},
+    ops::{Activations, LayerWeight, LinearLayer, Nvfp4Backend},
     recipe::{LinearSpec, Precision},
     services::{DeviceMemory, MemoryUse},
     straight_through::{self, cast},
@@ -35,17 +34,14 @@ use burn::{
 impl<B: Nvfp4Kernels, Strategy: CheckpointStrategy> Nvfp4Backend for Autodiff<B, Strategy> {
     fn nvfp4_linears(x: Activations<Self>, layers: Vec<LinearLayer<Self>>) -> Vec<FloatTensor<Self>> {
         let (mut parents, mut inner, mut specs) = (vec![x.values.clone()], Vec::new(), Vec::new());
-        for LinearLayer { weight, gradient, spec } in layers {
+        for LinearLayer { weight, spec } in layers {
             let (weight, parent) = match weight {
-                Operand::Dense(w) => (Operand::Dense(w.primitive.clone()), Some(w)),
-                Operand::Packed(codes) => (Operand::Packed(codes), gradient),
-                Operand::Unscaled(Unscaled { values, global }) => {
-                    (Operand::Unscaled(Unscaled { values: values.primitive, global }), gradient)
-                }
+                LayerWeight::Dense(w) => (LayerWeight::Dense(w.primitive.clone()), Some(w)),
+                LayerWeight::Packed { codes, gradient } => (LayerWeight::Packed { codes, gradient: None }, gradient),
             };
             // A weight that is not trained stands in the graph as a leaf without gradient.
             parents.push(parent.unwrap_or_else(|| Self::from_inner(x.values.primitive.clone())));
-            inner.push(LinearLayer { weight, gradient: None, spec });
+            inner.push(LinearLayer { weight, spec });
             specs.push(spec);
         }
         let x = Activations { values: x.values.primitive, codes: x.codes };

@@ -1,15 +1,11 @@
 //! The blocks of a model for one new token of each sequence: one launch a block, where the kernel takes it.
 
-use super::{
-    joint_products::dims_of,
-    launch::{arg, dims, empty, launched, writable},
-};
+use super::launch::{arg, dims, empty, launched, writable};
 use crate::{
     cache::CacheBuffer,
     decode::{DecodeBlock, DecodeTokens},
     kernels::Nvfp4Kernels,
-    ops::LinearLayer,
-    packed::Operand,
+    ops::{LayerWeight, LinearLayer},
     recipe::ActivationScale,
 };
 use burn::tensor::{DType, backend::Backend};
@@ -76,9 +72,8 @@ impl<R: CubeRuntime> Group<R> {
         B: Backend<FloatTensorPrimitive = CubeTensor<R>, IntTensorPrimitive = CubeTensor<R>>,
     {
         let weights = block.layers.each_ref().map(|layer| match &layer.weight {
-            Operand::Packed(w) => Weight::Packed(w.args()),
-            Operand::Dense(w) => Weight::Dense(arg(w)),
-            Operand::Unscaled(_) => unreachable!("a weight is dense or packed"),
+            LayerWeight::Packed { codes, .. } => Weight::Packed(codes.args()),
+            LayerWeight::Dense(w) => Weight::Dense(arg(w)),
         });
         let contiguous = |x: &CubeTensor<R>| arg(&into_contiguous(x.clone()));
         let y = empty(&x, dims(&x), x.dtype);
@@ -115,7 +110,7 @@ where
         CacheBuffer::Native(x) => of_bf16(x),
         CacheBuffer::E4m3(_) => true,
     };
-    let [intermediate, _] = dims_of(&block.layers[4].weight);
+    let [intermediate, _] = block.layers[4].weight.dims();
     (of_bf16(x) && block.cache.iter().all(takes)).then(|| DecoderShape {
         hidden: dims(x)[1],
         intermediate,
@@ -135,11 +130,10 @@ where
 {
     let of_layer = |layer: &LinearLayer<B>| {
         let packed = match &layer.weight {
-            Operand::Packed(_) => true,
-            Operand::Dense(w) if layer.spec.recipe.packs_weights() || w.dtype != DType::BF16 => return None,
-            Operand::Dense(w) if !w.is_contiguous() => return None,
-            Operand::Dense(_) => false,
-            Operand::Unscaled(_) => return None,
+            LayerWeight::Packed { .. } => true,
+            LayerWeight::Dense(w) if layer.spec.recipe.packs_weights() || w.dtype != DType::BF16 => return None,
+            LayerWeight::Dense(w) if !w.is_contiguous() => return None,
+            LayerWeight::Dense(_) => false,
         };
         let rounded = match layer.spec.activation_scale {
             _ if !layer.spec.recipe.packs_activations() => ActivationRounding::Not,
