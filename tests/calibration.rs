@@ -10,7 +10,7 @@ use crate::{
         golden, golden_bytes,
     },
 };
-use backend_nvfp4::{Calibrated, GivenScale, LinearSpec, Nvfp4Linear, Precision, Recipe, Scaling};
+use backend_nvfp4::{GivenScale, LinearSpec, Nvfp4Linear, PackedWeight, Precision, Recipe, Scaling};
 use model_qwen3::{
     ModelError,
     bytes::FloatType,
@@ -216,12 +216,14 @@ fn logits_with(tensors: &dyn Tensors, config: &Qwen3Config, amax: &BTreeMap<Stri
     let (spec, device) = (LinearSpec::new(Recipe::W4a4, Scaling::Two, Precision::F32).each_row(), Default::default());
     let mut model: Qwen3<Cpu> = weights::load(tensors, config, spec, Purpose::Infer, &device).unwrap();
     let calibrated = |layer: &Nvfp4Linear<Cpu>, name: String| {
-        let Nvfp4Linear::Packed(weight) = layer.clone() else { panic!("{name} is not NVFP4, or has a scale already") };
+        let Nvfp4Linear::Packed(PackedWeight { weight, input: None }) = layer.clone() else {
+            panic!("{name} is not NVFP4, or has a scale already")
+        };
         let input = match format {
             Library::ModelOpt => GivenScale::of_scale(amax[&name] / 2688.0),
             Library::CompressedTensors => GivenScale::of_reciprocal(1.0 / amax[&name] * 2688.0),
         };
-        Nvfp4Linear::Calibrated(Calibrated { weight, input: input.unwrap() })
+        Nvfp4Linear::Packed(PackedWeight { weight, input: Some(input.unwrap()) })
     };
     for (i, block) in model.layers.iter_mut().enumerate() {
         let (a, m) = (&mut block.self_attn, &mut block.mlp);

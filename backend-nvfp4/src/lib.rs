@@ -70,7 +70,7 @@ pub use kernels_cubecl::{
     quantize::{self, BlockShape, QuantizeSpec, Rounding, Scaling, View},
     rng::Stream,
 };
-pub use linear::{Calibrated, Nvfp4Linear, PackedMaster, linears};
+pub use linear::{Nvfp4Linear, PackedMaster, PackedWeight, linears};
 pub use ops::{Activations, LayerWeight, LinearLayer, Nvfp4Backend};
 pub use optim::{AdamwState, Judged, MasterKind, Moment, StateKind};
 pub use packed::{Nvfp4Primitive, Nvfp4Tensor, Operand, PACKED_BYTES, Packed, Unscaled};

@@ -18,22 +18,20 @@ pub enum Nvfp4Linear<B: Backend> {
     Master(Param<Tensor<B, 2>>),
     /// A weight that no recipe quantizes.
     Dense(Param<Tensor<B, 2>>),
-    /// NVFP4 codes for inference.
-    Packed(Nvfp4Tensor<B>),
-    /// The same, from a file that also says how the layer's activations are scaled.
-    Calibrated(Calibrated<B>),
+    /// NVFP4 codes that stay as they are.
+    Packed(PackedWeight<B>),
     /// NVFP4 codes that training moves.
     PackedMaster(PackedMaster<B>),
 }
 
-/// An NVFP4 weight for inference with the tensor scale that its file gives the activations of the layer.
+/// An NVFP4 weight that stays as it is.
 #[derive(Module, Debug)]
-pub struct Calibrated<B: Backend> {
+pub struct PackedWeight<B: Backend> {
     /// The codes.
     pub weight: Nvfp4Tensor<B>,
-    /// The tensor scale of the activations, wherever the recipe quantizes them.
+    /// The tensor scale of the layer's activations, wherever the recipe quantizes them, if the file of the weight has one.
     #[module(skip)]
-    pub input: GivenScale,
+    pub input: Option<GivenScale>,
 }
 
 /// An NVFP4 master weight.
@@ -74,14 +72,13 @@ impl<B: Nvfp4Backend> Nvfp4Linear<B> {
     /// The layer as an operation takes it. No recipe quantizes a [`Self::Dense`] weight.
     pub fn operation(&self, spec: LinearSpec) -> LinearLayer<B> {
         let dense = |w: &Param<Tensor<B, 2>>| LayerWeight::Dense(primitive(w.val()));
-        let frozen = |w: &Nvfp4Tensor<B>| LayerWeight::Packed { codes: w.primitive(), gradient: None };
         match self {
             Self::Master(w) => LinearLayer { weight: dense(w), spec },
             Self::Dense(w) => LinearLayer { weight: dense(w), spec: spec.unquantized() },
-            Self::Packed(w) => LinearLayer { weight: frozen(w), spec },
-            Self::Calibrated(Calibrated { weight, input }) => {
-                let spec = LinearSpec { activation_scale: ActivationScale::Given(*input), ..spec };
-                LinearLayer { weight: frozen(weight), spec }
+            Self::Packed(PackedWeight { weight, input }) => {
+                let activation_scale = input.map_or(spec.activation_scale, ActivationScale::Given);
+                let weight = LayerWeight::Packed { codes: weight.primitive(), gradient: None };
+                LinearLayer { weight, spec: LinearSpec { activation_scale, ..spec } }
             }
             Self::PackedMaster(PackedMaster { gradient, weight }) => {
                 let gradient = Some(primitive(gradient.val()));
@@ -95,11 +92,25 @@ impl<B: Backend> Nvfp4Linear<B> {
     /// Output and input features, N and K.
     pub fn dims(&self) -> [usize; 2] {
         match self {
-            Self::Master(weight) | Self::Dense(weight) => weight.dims(),
-            Self::Packed(weight) => weight.dims(),
-            Self::Calibrated(calibrated) => calibrated.weight.dims(),
-            Self::PackedMaster(weight) => weight.weight.dims(),
+            Self::Master(w) | Self::Dense(w) => w.dims(),
+            Self::Packed(PackedWeight { weight, .. }) | Self::PackedMaster(PackedMaster { weight, .. }) => {
+                weight.dims()
+            }
         }
+    }
+
+    /// The codes, if the weight is packed.
+    pub fn codes(&self) -> Option<&Nvfp4Tensor<B>> {
+        match self {
+            Self::Master(_) | Self::Dense(_) => None,
+            Self::Packed(PackedWeight { weight, .. }) | Self::PackedMaster(PackedMaster { weight, .. }) => Some(weight),
+        }
+    }
+}
+
+impl<B: Backend> From<Nvfp4Tensor<B>> for PackedWeight<B> {
+    fn from(weight: Nvfp4Tensor<B>) -> Self {
+        Self { weight, input: None }
     }
 }
 

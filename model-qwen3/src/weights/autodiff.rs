@@ -35,7 +35,7 @@ impl<AB: AutodiffBackend> Replace<AB> for Track {
             Nvfp4Linear::PackedMaster(PackedMaster { gradient, weight }) => {
                 Nvfp4Linear::PackedMaster(PackedMaster { gradient: gradient.set_require_grad(self.codes), weight })
             }
-            packed @ (Nvfp4Linear::Packed(_) | Nvfp4Linear::Calibrated(_)) => packed,
+            packed @ Nvfp4Linear::Packed(_) => packed,
         }
     }
 }

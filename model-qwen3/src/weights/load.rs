@@ -12,7 +12,7 @@ use crate::{
     tensors::{Stored, Tensors},
 };
 use backend_nvfp4::{
-    Calibrated, LinearSpec, MasterKind, Nvfp4Error, Nvfp4Kernels, Nvfp4Linear, Nvfp4Tensor, Packed, layout, reference,
+    LinearSpec, MasterKind, Nvfp4Error, Nvfp4Kernels, Nvfp4Linear, Nvfp4Tensor, Packed, PackedWeight, layout, reference,
 };
 use burn::{
     module::Param,
@@ -162,10 +162,7 @@ impl<B: Nvfp4Kernels> Source<B> for Loader<'_, B> {
             (None, Stored::Packed { .. }) => {
                 self.forge.next_id += 1;
                 let weight = self.packed(name, shape)?;
-                Ok(match self.tensors.input_scale(name)? {
-                    Some(input) => Nvfp4Linear::Calibrated(Calibrated { weight, input }),
-                    None => Nvfp4Linear::Packed(weight),
-                })
+                Ok(Nvfp4Linear::Packed(PackedWeight { weight, input: self.tensors.input_scale(name)? }))
             }
             // Without training, a weight is what its file holds. A head that its file keeps dense is never quantized.
             (None, Stored::Dense { .. }) => Ok(Nvfp4Linear::Dense(self.matrix(name, shape)?)),

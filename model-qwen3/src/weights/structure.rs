@@ -11,7 +11,7 @@ use crate::{
         POST_ATTENTION_LAYERNORM, Q_NORM, Q_PROJ, UP_PROJ, V_PROJ, in_block,
     },
 };
-use backend_nvfp4::{Calibrated, LinearSpec, Nvfp4Kernels, Nvfp4Linear, Nvfp4Tensor, PackedMaster};
+use backend_nvfp4::{LinearSpec, Nvfp4Kernels, Nvfp4Linear, Nvfp4Tensor, PackedMaster, PackedWeight};
 use burn::{
     module::{Param, ParamId},
     tensor::{DType, Tensor, backend::Backend},
@@ -125,19 +125,15 @@ impl<B: Backend> Field<'_, B> {
             Self::Vector(p) => Some(p.id),
             Self::Matrix(p) | Self::Linear(Nvfp4Linear::Master(p) | Nvfp4Linear::Dense(p)) => Some(p.id),
             Self::Linear(Nvfp4Linear::PackedMaster(w)) => Some(w.gradient.id),
-            Self::Linear(Nvfp4Linear::Packed(_) | Nvfp4Linear::Calibrated(_)) => None,
+            Self::Linear(Nvfp4Linear::Packed(_)) => None,
         }
     }
 
     /// The NVFP4 tensor, if the weight is packed.
     pub fn packed(&self) -> Option<&Nvfp4Tensor<B>> {
         match *self {
-            Self::Linear(
-                Nvfp4Linear::Packed(w)
-                | Nvfp4Linear::Calibrated(Calibrated { weight: w, .. })
-                | Nvfp4Linear::PackedMaster(PackedMaster { weight: w, .. }),
-            ) => Some(w),
-            _ => None,
+            Self::Linear(linear) => linear.codes(),
+            Self::Vector(_) | Self::Matrix(_) => None,
         }
     }
 
@@ -163,10 +159,9 @@ impl<B: Nvfp4Kernels> Field<'_, B> {
             Self::Vector(p) => p.val().unsqueeze(),
             Self::Matrix(p) | Self::Linear(Nvfp4Linear::Master(p) | Nvfp4Linear::Dense(p)) => p.val(),
             Self::Linear(
-                Nvfp4Linear::Packed(w)
-                | Nvfp4Linear::Calibrated(Calibrated { weight: w, .. })
-                | Nvfp4Linear::PackedMaster(PackedMaster { weight: w, .. }),
-            ) => w.dequantize(DType::F32),
+                Nvfp4Linear::Packed(PackedWeight { weight, .. })
+                | Nvfp4Linear::PackedMaster(PackedMaster { weight, .. }),
+            ) => weight.dequantize(DType::F32),
         }
     }
 }

@@ -156,9 +156,10 @@ fn tolerance_help() -> String {
     let of = |precision| tolerance::hidden(precision, 3);
     format!(
         "The embedding, each block, the final norm and the logits pass if their relative difference is at most this \
-         [default: {} in f32, {:.2} in bf16, {:.3} in f16 and TF32, and more for a model \
-         of more than three blocks; at least {:.4} if only one of the two models stores a weight in f16; at least {:.3} if only one stores it in bf16; {} if only one of the two models has weights rounded to 4 bits (dequantized NVFP4 weights count as rounded), or \
-         only one has 4-bit activations]",
+         [default: {} in f32, {:.2} in bf16, {:.3} in f16 and TF32. If only one of the two models stores a weight in f16, and the \
+         default would be lower, it is {:.4}; if only one stores it in bf16, {:.3}. All of these are higher for a model of more than \
+         three blocks. If only one of the two models has weights rounded to 4 bits (dequantized NVFP4 weights count as rounded), or \
+         only one has 4-bit activations, the default is {}]",
         of(Precision::F32),
         of(Precision::Bf16),
         of(Precision::F16),

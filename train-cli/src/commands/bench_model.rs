@@ -222,7 +222,7 @@ fn random_model<B: Nvfp4Kernels>(
     if head == HeadFormat::Nvfp4 {
         let values = model.embed_tokens.val().into_primitive().tensor();
         let codes = B::nvfp4_quantize(values, spec.weights());
-        model.lm_head = Some(Nvfp4Linear::Packed(Nvfp4Tensor::from_primitive(codes)));
+        model.lm_head = Some(Nvfp4Linear::Packed(Nvfp4Tensor::from_primitive(codes).into()));
     }
     Ok(model)
 }

@@ -143,7 +143,9 @@ impl<B: Nvfp4Kernels> Replace<B> for Quantizing {
 
     fn linear(&mut self, linear: Nvfp4Linear<B>) -> Nvfp4Linear<B> {
         match linear {
-            Nvfp4Linear::Master(weight) => Nvfp4Linear::Packed(Nvfp4Tensor::quantize(weight.val(), self.0.weights())),
+            Nvfp4Linear::Master(weight) => {
+                Nvfp4Linear::Packed(Nvfp4Tensor::quantize(weight.val(), self.0.weights()).into())
+            }
             other => other,
         }
     }

@@ -338,8 +338,8 @@ pub enum Decay {
 #[serde(rename_all = "kebab-case")]
 pub enum Recompute {
     /// As few blocks as possible: the run keeps the activations of as many blocks as there is room for, and runs the others twice.
-    /// There is room if the predicted memory of the run and a reserve of a tenth of it together fit into --memory-limit and into
-    /// the free memory (into half of it where the device uses the memory of the host). The prediction includes these activations
+    /// There is room if the predicted memory of the run, kept activations included, plus a reserve of a tenth fits into
+    /// --memory-limit and into the free memory. Where the device uses the memory of the host, only half of the free memory counts
     Auto,
     /// Every block: this needs the least memory
     Always,
@@ -379,8 +379,9 @@ pub enum HeadFormat {
     /// In NVFP4. If the head is tied (the embedding is the head), the file has the embedding in f16 and an NVFP4 copy of it as
     /// head, which makes answers faster
     Nvfp4,
-    /// In bf16, if the file with which training began (for convert: the input) has a separate head, or an NVFP4 copy of the
-    /// embedding as head. Otherwise the head is the embedding, which is stored once, in f16
+    /// In bf16, if the source has a separate head, or an NVFP4 copy of the embedding as head. The source is the file with which
+    /// training began; for convert, and for a model that is no checkpoint, it is the input. Otherwise the head is the embedding, which
+    /// is stored once, in f16
     Bf16,
 }
 

@@ -44,7 +44,7 @@ pub(super) const BF16_BLOCK_IN: usize = 6;
 pub(super) fn advised_blocks() -> String {
     format!(
         "Number of blocks (transformer layers) at the end of the model whose linear layers are not quantized [default: 0; \
-         for recipe nvfp4, the number of blocks divided by {BF16_BLOCK_IN}, rounded up, unless the master weights are nvfp4]"
+         with recipe nvfp4 and master weights that are not nvfp4, the number of blocks divided by {BF16_BLOCK_IN}, rounded up]"
     )
 }
 
@@ -74,7 +74,7 @@ pub fn master_weights(precision: Precision) -> MasterKind {
 }
 
 /// The help of that default.
-pub(super) const MASTER_WEIGHTS: &str = "bf16 where activations are bf16, else f32";
+pub(super) const MASTER_WEIGHTS: &str = "bf16 if the model computes in bf16 (--compute-dtype), else f32";
 
 /// Whether clipping uses the norm of the same step, if nobody says which norm it uses. This norm costs nothing extra where all
 /// gradients exist before the first is applied. Elsewhere it takes the memory of all gradients or a second pass, and the previous

@@ -123,8 +123,9 @@ pub struct DataSettings {
     pub eval_data: Option<PathBuf>,
     /// Share of the training rows that are held out.
     #[arg(long, value_name = "SHARE", alias = "val-size", alias = "val-set-size", help = format!(
-        "Share of the training rows that is held out for evaluation, drawn at random: at least 1 row, and at most {MOST_EVALUATED} \
-         sequences (a long row may become several). With fewer than {FEWEST_SPLIT} rows, none is held out"
+        "Share of the training rows that is held out for evaluation, drawn at random. With 0, or with fewer than {FEWEST_SPLIT} rows, \
+         none is held out. Otherwise at least 1 row is; further rows only up to {MOST_EVALUATED} sequences (a long row may become \
+         several)"
     ))]
     pub val_split: f64,
     /// Format of the data files
@@ -205,8 +206,9 @@ pub struct RecipeSettings {
     #[serde(with = "by_name")]
     pub scales: Auto<Scaling>,
     /// Give the q, k and v weights of a block one common matrix scale, and its gate and up weights another. Inference engines
-    /// join q, k and v into one matrix, and gate and up into a second, and each joined matrix has one matrix scale. So without this
-    /// flag, an export to an NVFP4 format of export-hf may have to round the 8-bit scales again, which can change a few codes
+    /// join q, k and v into one matrix, and gate and up into a second, and each joined matrix has one matrix scale. Without this
+    /// flag, export-hf with an NVFP4 format gives joined weights the largest of their matrix scales. It may then round their 8-bit
+    /// scales again, and this can change a few 4-bit codes
     #[arg(long, num_args = 0..=1, default_missing_value = "true", action = Set, value_name = "BOOL")]
     pub share_scales: bool,
     /// Number format in which the model computes

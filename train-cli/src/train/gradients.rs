@@ -204,7 +204,7 @@ impl<AB: TrainingBackend> Replace<AB> for Walk<'_, AB> {
         match linear {
             Nvfp4Linear::Master(p) => Nvfp4Linear::Master(self.param(p)),
             Nvfp4Linear::Dense(p) => Nvfp4Linear::Dense(self.param(p)),
-            packed @ (Nvfp4Linear::Packed(_) | Nvfp4Linear::Calibrated(_)) => packed,
+            packed @ Nvfp4Linear::Packed(_) => packed,
             Nvfp4Linear::PackedMaster(PackedMaster { gradient, mut weight }) => {
                 if let Some((grad, rate)) = self.settle::<2>(gradient.id) {
                     let inner = weight.valid();
