@@ -392,12 +392,17 @@ fn a_step_with_a_verdict_changes_nothing() {
                 |verdict: FloatTensor<B>| host(Tensor::<B, 1>::from_primitive(TensorPrimitive::Float(verdict)))[0];
             assert_eq!(read(verdict.clone()), expected, "a gradient with {value}");
             // A verdict stays, whatever comes after.
-            let fine = matrix::<B>(&[1.0; 16], 1, 16, &device).into_primitive().tensor();
-            assert_eq!(
-                read(B::square_sum(Gradient::unmeasured(fine), (zero(), 0), verdict).1),
-                expected,
-                "after a gradient with {value}"
-            );
+            let fine = || matrix::<B>(&[1.0; 16], 1, 16, &device).into_primitive().tensor();
+            let after = B::square_sum(Gradient::unmeasured(fine()), (zero(), 0), verdict).1;
+            assert_eq!(read(after), expected, "after a gradient with {value}");
+            // The squares that a product has summed are judged as the values would be.
+            let squares = Tensor::<B, 1>::from_floats([4.0, value * value, 5.0], &device).into_primitive().tensor();
+            let measured = Gradient { values: fine(), squares: Some(squares) };
+            let (sums, verdict) = B::square_sum(measured, (zero(), 0), zero());
+            assert_eq!(read(verdict), expected, "after a product with {value}");
+            if expected == 0.0 {
+                assert_eq!(read(sums), 9.0 + value * value, "the sum of what a product has summed");
+            }
         }
         let (rows, cols) = (4, 272);
         let values: Vec<f32> = Random::new(5).normals(rows * cols, 0.1);

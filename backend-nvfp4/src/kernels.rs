@@ -104,8 +104,8 @@ pub trait Nvfp4Kernels: Nvfp4Backend {
         out: DType,
     ) -> Vec<FloatTensor<Self>>;
 
-    /// [`Self::products`] for the gradients of weights, in f32: `dyᵀ · x` for each `dy`. A kernel may sum the squares of what it
-    /// makes.
+    /// The gradients `dyᵀ · x` of weights, in f32: [`Self::products`] of each `dy` with `x`, which are stored as `product`
+    /// reads them. A kernel may sum the squares of what it makes.
     fn weight_gradients(
         product: Product,
         dys: Vec<Operand<Self>>,
@@ -234,7 +234,8 @@ pub trait Nvfp4Kernels: Nvfp4Backend {
         None
     }
 
-    /// Computes [`Nvfp4Backend::head_loss`] and, if `gradients`, both gradients in the same pass, that of `w` up to its last product.
+    /// Computes [`Nvfp4Backend::head_loss`] and, if `gradients`, both gradients in the same pass, that of `w` up to its last
+    /// product.
     fn head_loss_saving(
         h: FloatTensor<Self>,
         w: FloatTensor<Self>,
@@ -344,8 +345,8 @@ pub struct HeadGradients<B: Backend> {
     pub dw: HeadWeightGradient<B>,
 }
 
-/// The gradient `[V, D]` of a head's weight up to its last product: `sum + dlogitsᵀ · h`. That product multiplies the whole by the
-/// factor of the loss, which would take a pass of its own over the largest gradient of a model.
+/// The gradient `[V, D]` of a head's weight up to its last product: `sum + dlogitsᵀ · h`. That product multiplies the whole by
+/// the factor of the loss, which would take a pass of its own over the largest gradient of a model.
 #[derive(Debug, Clone)]
 pub struct HeadWeightGradient<B: Backend> {
     /// The part of the gradient that is there, f32.

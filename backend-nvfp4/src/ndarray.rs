@@ -344,8 +344,10 @@ impl Nvfp4Kernels for NdArray {
         (sums, place): (FloatTensor<Self>, usize),
         verdict: FloatTensor<Self>,
     ) -> (FloatTensor<Self>, FloatTensor<Self>) {
-        // No product of this backend sums squares.
-        let sum = floats(burn_ops::square_sum::<Self>(x.values))[0];
+        let sum = match x.squares {
+            Some(squares) => floats(squares).iter().sum(),
+            None => floats(burn_ops::square_sum::<Self>(x.values))[0],
+        };
         let mut sums = array(sums);
         slice(&mut sums)[place] = sum;
         let verdict = if sum.is_finite() { verdict } else { Self::float_add_scalar(verdict, 1.0.into()) };

@@ -106,8 +106,8 @@ pub enum LayerWeight<B: Backend> {
     Packed {
         /// The codes.
         codes: Nvfp4Primitive<B>,
-        /// The float tensor `[N, K]` that takes the gradient of the codes, because autodiff knows no gradient of integers. Its values
-        /// are never read. `None` if the codes are not trained.
+        /// The float tensor `[N, K]` that takes the gradient of the codes, because autodiff knows no gradient of integers. Its
+        /// values are never read. `None` if the codes are not trained.
         gradient: Option<FloatTensor<B>>,
     },
 }

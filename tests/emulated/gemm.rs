@@ -44,10 +44,8 @@ pub(super) fn cases(cols: usize, every_type: bool) -> Vec<Case> {
         }
     }
     let values = if every_type { &[BF16, F16][..] } else { &[BF16] };
-    // The head's gradient is the sum of several chunks. The last one multiplies it by the factor of the loss.
-    for scales in [0, 1] {
-        all.extend(values.iter().map(|ty| one(Tn, cols, scales, (*ty, F32), Form::Accumulate)));
-    }
+    // The head's gradient is the sum of several chunks. The last one multiplies it by the factor of the loss, the others by 1.
+    all.extend(values.iter().map(|ty| one(Tn, cols, 1, (*ty, F32), Form::Accumulate)));
     for (product, scales, form, parts) in [
         (Nt, 0, Form::SharedLeft, 2),
         (Nt, 1, Form::SharedLeft, 3),

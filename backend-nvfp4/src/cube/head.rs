@@ -38,13 +38,14 @@ where
     let w = if w.dtype == dtype { w } else { cast(w, dtype) };
     let f32_only = precision == Precision::F32;
     let rows = logits_rows(m, v, dtype.size());
+    let one = |like: &CubeTensor<R>| B::float_ones(Shape::new([1]), &B::float_device(like), DType::F32.into());
     let (mut loss, mut dh, mut dw) = (None, Vec::new(), None::<HeadWeightGradient<B>>);
     for start in (0..m).step_by(rows) {
         let end = (start + rows).min(m);
         let chunk = |x: CubeTensor<R>| into_contiguous(B::float_slice(x, &[Slice::from(start..end)]));
         let (h, targets) =
             (chunk(h.clone()), into_contiguous(B::int_slice(targets.clone(), &[Slice::from(start..end)])));
-        let dw_so_far = dw.take().map(|dw| products::accumulated(dw.sum, dw.dlogits, dw.h, None, f32_only));
+        let dw_so_far = dw.take().map(|dw| products::accumulated(dw.sum, dw.dlogits, dw.h, one(&h), f32_only));
         let logits = into_contiguous(products::dense(h.clone(), B::float_transpose(w.clone()), f32_only, dtype));
         let losses = empty(&h, [end - start], DType::F32);
         let client = &h.client;

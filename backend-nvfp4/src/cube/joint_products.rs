@@ -1,5 +1,6 @@
 //! Products of layers that read the same activations, in one launch. Of the table in `products.rs`, the first row and the third
-//! can do this. Operands that were made for their products ([`Operand::Unscaled`]) are multiplied here, also one by one.
+//! can do this. Gradients of weights, and operands that were made for their products ([`Operand::Unscaled`]), are multiplied here
+//! also one by one.
 
 use super::{
     launch::{arg, dims, empty, launched},
@@ -35,8 +36,10 @@ pub(super) struct Made<R: CubeRuntime> {
     pub(super) squares: Vec<CubeTensor<R>>,
 }
 
-/// Makes several products on values of type `dtype` in one launch and stores `results` as `out`. A list of one operand is paired
-/// with every operand of the other list. Returns `None` if the products have to be made one by one.
+/// Makes products on values of type `dtype`, in one launch where that is faster, and stores `results` as `out`. A list of one
+/// operand is paired with every operand of the other list. Returns `None` for products that [`burn_ops::products`] has to make.
+///
+/// [`burn_ops::products`]: crate::burn_ops::products
 pub(super) fn joint<B, R>(
     product: Product,
     a: &[Operand<B>],

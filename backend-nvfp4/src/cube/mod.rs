@@ -404,7 +404,7 @@ where
         precision: Precision,
     ) -> FloatTensor<Self> {
         let HeadWeightGradient { sum, dlogits, h } = rest;
-        products::accumulated(sum, dlogits, h, Some(factor), precision == Precision::F32)
+        products::accumulated(sum, dlogits, h, factor, precision == Precision::F32)
     }
 
     fn adamw(

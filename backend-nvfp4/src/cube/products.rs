@@ -66,12 +66,12 @@ pub(super) fn dense<R: CubeRuntime>(
     matmul(lhs, rhs, None, MatmulStrategy::default(), out).expect("matmul set-up")
 }
 
-/// Computes `(sum + aᵀ · b) * factor` in f32 from row-major `a` and `b`. The factor is an f32 `[1]`, or 1.
+/// Computes `(sum + aᵀ · b) * factor` in f32 from row-major `a` and `b`. The factor is an f32 `[1]`.
 pub(super) fn accumulated<R: CubeRuntime>(
     sum: Option<CubeTensor<R>>,
     a: CubeTensor<R>,
     b: CubeTensor<R>,
-    factor: Option<CubeTensor<R>>,
+    factor: CubeTensor<R>,
     f32_only: bool,
 ) -> CubeTensor<R> {
     let ([r, i], [_, j]) = (dims(&a), dims(&b));
@@ -79,7 +79,7 @@ pub(super) fn accumulated<R: CubeRuntime>(
     if a.dtype != DType::F32 && mma::supported(&a.client, a.dtype.into()) && shape.fits(Product::Tn) {
         let accumulate = sum.is_some();
         let y = sum.map_or_else(|| empty(&a, [i, j], DType::F32), writable);
-        let (types, scales) = ((a.dtype.into(), DType::F32.into()), factor.iter().map(arg).collect());
+        let (types, scales) = ((a.dtype.into(), DType::F32.into()), vec![arg(&factor)]);
         let product = Gemm::one(arg(&a), arg(&b), scales, arg(&y), types, shape, Product::Tn);
         launched(gemm(&a.client, Gemm { accumulate, ..product }));
         return y;
@@ -89,10 +89,7 @@ pub(super) fn accumulated<R: CubeRuntime>(
         Some(sum) => numeric::add(sum, product),
         None => product,
     };
-    match factor {
-        Some(factor) => numeric::mul(sum, reshape(factor, Shape::new([1, 1]))),
-        None => sum,
-    }
+    numeric::mul(sum, reshape(factor, Shape::new([1, 1])))
 }
 
 /// A product of a dense and a packed matrix, as `out`: the dense one's dtype or f32.

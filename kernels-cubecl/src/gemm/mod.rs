@@ -67,7 +67,8 @@ pub fn gemm<R: Runtime>(client: &ComputeClient<R>, products: Gemm<R>) -> Result<
 /// How many sums of squares each result gets from the kernel that [`gemm()`] chooses for these products, if it makes any: those of
 /// Hopper do, of f32 results.
 pub fn squares_of<R: Runtime>(client: &ComputeClient<R>, products: &Gemm<R>) -> Option<Vec<usize>> {
-    hopper::takes(client, products).then(|| hopper::squares_of(client, products))
+    let f32_results = products.types.1.size() == 4;
+    (f32_results && hopper::takes(client, products)).then(|| hopper::squares_of(client, products))
 }
 
 /// Launches the products on `mma.sync`, in tiles of `cols` columns, one of [`tile_columns`].

@@ -21,8 +21,8 @@ use cubecl::{
 
 const BF16: StorageType = StorageType::Scalar(ElemType::Float(FloatKind::BF16));
 
-/// Every kind of product, in tiles of every width, on `mma.sync` and on Hopper's own instructions. Those of Hopper also sum the
-/// squares of results in f32 that begin at zero, as gradients of weights do.
+/// Every kind of product, in tiles of every width, on `mma.sync` and on Hopper's own instructions. There, results in f32 that begin
+/// at zero are made without and with the sums of their squares.
 pub(super) fn gemms<R: Runtime>(zeros: &Zeros<R>, rows: usize) -> Result<(), KernelError> {
     for cols in gemm::tile_columns(zeros.client) {
         each_gemm(zeros, rows, |products| gemm::gemm_in(zeros.client, products, cols))?;
@@ -36,9 +36,15 @@ pub(super) fn gemms<R: Runtime>(zeros: &Zeros<R>, rows: usize) -> Result<(), Ker
             if !hopper::hopper_columns(products.product).contains(cols) {
                 return Ok(());
             }
+            hopper::hopper_gemm_in(zeros.client, products, *cols)
+        })?;
+        each_gemm(zeros, rows, |products| {
             let measured = products.types.1 == F32 && !products.accumulate;
+            if !measured || !hopper::hopper_columns(products.product).contains(cols) {
+                return Ok(());
+            }
             let places = |shape| zeros.floats(hopper::hopper_squares(shape, *cols));
-            let squares = products.shapes.iter().filter(|_| measured).map(places).collect();
+            let squares = products.shapes.iter().map(places).collect();
             hopper::hopper_gemm_in(zeros.client, Gemm { squares, ..products }, *cols)
         })
     })

@@ -45,8 +45,8 @@ impl Pool {
         }
     }
 
-    /// The most memory that a step took which has just ended with `memory` in use, in bytes, if the device has a pool. The pool keeps what a step
-    /// frees, so that it holds this peak until it gives something back.
+    /// The most memory that a step took which has just ended with `memory` in use, in bytes, if the device has a pool. The pool
+    /// keeps what a step frees, so that it holds this peak until it gives something back.
     pub fn peak_of_step(&mut self, memory: Option<MemoryUse>) -> Option<u64> {
         let highest = std::mem::take(&mut self.highest);
         memory.map(|memory| memory.reserved.max(highest))

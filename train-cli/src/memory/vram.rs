@@ -56,9 +56,9 @@ impl VramReport {
         Ok(())
     }
 
-    /// Bytes that the run holds while its device's pool has `memory` in use. On a device with memory of its own, this is the memory
-    /// taken from it; on a device that shares the host's memory, what the host has come to use since the run began; on the CPU, this
-    /// process's memory.
+    /// Bytes that the run holds while its device's pool has `memory` in use. On a device with memory of its own, this is the
+    /// memory taken from it; on a device that shares the host's memory, what the host has come to use since the run began; on
+    /// the CPU, this process's memory.
     pub fn held(&self, memory: Option<MemoryUse>) -> u64 {
         match (memory, self.meter.began) {
             (None, _) => host::resident().unwrap_or(0),

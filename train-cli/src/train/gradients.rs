@@ -33,7 +33,7 @@ const ROOM: usize = 1024;
 /// The sums of a step's gradients over its micro-batches, and the squares for the norm.
 #[derive(Debug)]
 pub struct Gathered<B: Nvfp4Kernels> {
-    sums: HashMap<ParamId, FloatTensor<B>>,
+    sums: HashMap<ParamId, Gradient<B>>,
     /// The sums of squares of gradients, f32, with room for more than `measured`.
     squares: Option<FloatTensor<B>>,
     measured: usize,
@@ -64,7 +64,7 @@ impl<B: Nvfp4Kernels> Gathered<B> {
     /// Measures every sum.
     pub fn measure(&mut self) {
         let sums: Vec<_> = self.sums.values().cloned().collect();
-        sums.into_iter().for_each(|sum| self.add_squares(Gradient::unmeasured(sum)));
+        sums.into_iter().for_each(|sum| self.add_squares(sum));
     }
 
     fn add_squares(&mut self, gradient: Gradient<B>) {
@@ -99,15 +99,18 @@ impl<B: Nvfp4Kernels> Gathered<B> {
     pub fn settle(&mut self, id: ParamId, grad: Option<Gradient<B>>, fate: Fate) -> Option<(Judged<B>, Rate)> {
         let (gradient, first) = match (self.sums.remove(&id), grad) {
             (None, None) => return None,
-            (Some(sum), None) => (Gradient::unmeasured(sum), false),
+            (Some(sum), None) => (sum, false),
             (None, Some(grad)) => (grad, true),
-            (Some(sum), Some(grad)) => (Gradient::unmeasured(B::accumulated(sum, grad.values)), false),
+            (Some(sum), Some(grad)) => (Gradient::unmeasured(B::accumulated(sum.values, grad.values)), false),
         };
         match fate {
             Fate::Gather => {
-                let sum = gradient.values;
-                let narrow = first && sum.shape().rank() > 1 && sum.dtype() != self.dtype;
-                let sum = if narrow { B::float_cast(sum, self.dtype.into()) } else { sum };
+                let narrow = first && gradient.values.shape().rank() > 1 && gradient.values.dtype() != self.dtype;
+                let sum = if narrow {
+                    Gradient::unmeasured(B::float_cast(gradient.values, self.dtype.into()))
+                } else {
+                    gradient
+                };
                 self.sums.insert(id, sum);
                 None
             }

@@ -94,8 +94,9 @@ pub trait Between<B: Nvfp4Kernels>: Send {
     /// If the device fails or a file cannot be written.
     fn samples(&mut self, model: &Qwen3<B>, step: usize) -> Result<(), CliError>;
 
-    /// Saves a checkpoint of the model, which is asked for then, if one is due or wanted, unless saving is off. If the run stops before its last step, the checkpoint is
-    /// complete when this returns its folder. Otherwise it may still be being written while the next steps are made.
+    /// Saves a checkpoint if one is due or wanted, unless saving is off; only then is `model` asked for. If the run stops
+    /// before its last step, the checkpoint is complete when this returns its folder. Otherwise it may still be being written
+    /// while the next steps are made.
     ///
     /// # Errors
     /// If the device fails or a file cannot be written.

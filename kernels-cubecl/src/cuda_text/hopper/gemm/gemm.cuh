@@ -101,7 +101,8 @@ __device__ __forceinline__ void store_sums(float (&sums)[COLS / 2], unsigned to,
 }
 #endif
 
-// Writes the sum of the squares of a warpgroup's results. What lies outside the matrix is zero. `room` holds four numbers.
+// Writes the sum of the squares of a warpgroup's results. `room` holds four numbers. What lies outside the matrix is zero, or not a
+// number where its row or column has a result that is not finite.
 __device__ __forceinline__ void store_squares(const float (&sums)[COLS / 2], float* room, int consumer, float* to) {
     float squares = 0.0f;
 #pragma unroll
