@@ -2,7 +2,7 @@
 
 use burn::tensor::{backend::Backend, ops::FloatTensor};
 
-/// The gradient of a parameter. Its squares may be summed already, part by part, by the kernel that made it.
+/// The gradient of a parameter. The kernel that made it may have summed its squares, part by part.
 #[derive(Debug, Clone)]
 pub struct Gradient<B: Backend> {
     /// The gradient, f32 or bf16, of any shape.

@@ -345,8 +345,8 @@ pub struct HeadGradients<B: Backend> {
     pub dw: HeadWeightGradient<B>,
 }
 
-/// The gradient `[V, D]` of a head's weight up to its last product: `sum + dlogitsᵀ · h`. That product multiplies the whole by
-/// the factor of the loss, which would take a pass of its own over the largest gradient of a model.
+/// The gradient `[V, D]` of a head's weight up to its last product: `sum + dlogitsᵀ · h`. That product also
+/// multiplies the result by the factor of the loss: a pass of its own would read and write the largest gradient of a model.
 #[derive(Debug, Clone)]
 pub struct HeadWeightGradient<B: Backend> {
     /// The part of the gradient that is there, f32.

@@ -20,7 +20,7 @@ pub trait TrainingBackend: AutodiffBackend<InnerBackend: Nvfp4Kernels> + Nvfp4Ba
     fn backward_from<const RANK: usize>(y: Tensor<Self, RANK>, dy: Tensor<Self::InnerBackend, RANK>)
     -> Self::Gradients;
 
-    /// Takes out what the product that made the gradient of `weight` has summed of its squares ([`Gradient::squares`]).
+    /// Takes out the sums of squares that a product has left with the gradient of `weight` ([`Gradient::squares`]).
     ///
     /// [`Gradient::squares`]: crate::Gradient::squares
     fn take_squares<const RANK: usize>(

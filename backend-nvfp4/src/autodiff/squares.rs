@@ -1,5 +1,6 @@
-//! The squares that a product has summed travel beside the gradient of its weight, through a container that holds one tensor for
-//! each node of the graph. Burn numbers nodes from 0 on, so that the complement of a node's number belongs to no node.
+//! A product may leave sums of squares with the gradient of its weight. They travel beside the gradient, through a container that
+//! holds one tensor for each node of the graph. Burn numbers nodes from 0 on, so that the complement of a node's number belongs to
+//! no node.
 
 use crate::{gradient::Gradient, kernels::Nvfp4Kernels};
 use burn::{
@@ -11,8 +12,8 @@ use burn::{
 };
 use std::sync::Arc;
 
-/// Registers the gradient of a weight of linear layers, and the squares that its product has summed. Nothing else in a graph reads
-/// such a weight. Where several layers read one, their gradients become one, whose squares nobody has summed.
+/// Registers the gradient of a weight of linear layers, and its sums of squares. Only linear layers read such a weight. Where
+/// several of them do, their gradients are added, and no sums of squares are left.
 pub(super) fn register<B: Nvfp4Kernels>(grads: &mut Gradients, weight: NodeId, gradient: Gradient<B>) {
     let Gradient { values, squares } = gradient;
     if grads.get::<B>(&at::<B>(weight, values.clone())).is_some() {

@@ -17,7 +17,7 @@ use self::{
         Normed, activations, coded, column_sums, gated, normed, products_read_values, quantized, quantized_both,
         quantized_together, unscaled,
     },
-    joint_products::Results,
+    joint_products::{Made, Results},
     launch::{arg, dims, empty, launched, writable},
 };
 use crate::{
@@ -228,16 +228,14 @@ where
         precision: Precision,
     ) -> Vec<Gradient<Self>> {
         let x = vec![x];
-        match joint_products::joint(product, &dys, &x, precision.dtype(), DType::F32, Results::Measured) {
-            None => {
-                let made = burn_ops::products(product, &dys, &x, precision, DType::F32);
-                made.into_iter().map(Gradient::unmeasured).collect()
-            }
-            Some(made) => {
-                let squares = made.squares.into_iter().map(Some).chain(std::iter::repeat(None));
-                made.values.into_iter().zip(squares).map(|(values, squares)| Gradient { values, squares }).collect()
-            }
-        }
+        let made = joint_products::joint(product, &dys, &x, precision.dtype(), DType::F32, Results::Measured);
+        let Some(Made { values, squares }) = made else {
+            let values = burn_ops::products(product, &dys, &x, precision, DType::F32);
+            return values.into_iter().map(Gradient::unmeasured).collect();
+        };
+        // All results have sums of squares, or none.
+        let squares = squares.into_iter().map(Some).chain(std::iter::repeat(None));
+        values.into_iter().zip(squares).map(|(values, squares)| Gradient { values, squares }).collect()
     }
 
     fn token_products(x: Operand<Self>, w: Vec<Operand<Self>>, precision: Precision) -> Vec<FloatTensor<Self>> {

@@ -130,18 +130,18 @@ impl<B: Nvfp4Kernels> Gathered<B> {
     }
 }
 
-/// The gradients that a backward leaves to the parameters of a module.
+/// The gradients of a module's parameters after a backward.
 #[derive(Default)]
-pub struct Left<B: Nvfp4Kernels> {
-    /// The gradients. Parameters may be without one.
-    pub grads: GradientsParams,
-    /// What the products have summed of their squares.
+pub struct ModuleGradients<B: Nvfp4Kernels> {
+    /// The values. A parameter may have no gradient.
+    pub values: GradientsParams,
+    /// The sums of squares that products have left with them ([`Gradient::squares`]).
     squares: HashMap<ParamId, FloatTensor<B>>,
 }
 
-impl<B: Nvfp4Kernels> Left<B> {
+impl<B: Nvfp4Kernels> ModuleGradients<B> {
     /// Takes the gradients of a module's parameters out of those of a graph.
-    pub fn to<AB>(module: &impl AutodiffModule<AB>, mut grads: AB::Gradients) -> Self
+    pub fn of<AB>(module: &impl AutodiffModule<AB>, mut grads: AB::Gradients) -> Self
     where
         AB: TrainingBackend<InnerBackend = B>,
     {
@@ -159,11 +159,11 @@ impl<B: Nvfp4Kernels> Left<B> {
         let mut squares = Squares::<AB> { grads: &mut grads, taken: HashMap::new() };
         module.visit(&mut squares);
         let squares = squares.taken;
-        Self { grads: GradientsParams::from_grads(grads, module), squares }
+        Self { values: GradientsParams::from_grads(grads, module), squares }
     }
 
     fn take<const RANK: usize>(&mut self, id: ParamId) -> Option<Gradient<B>> {
-        let values = self.grads.remove::<B, RANK>(id)?.into_primitive().tensor();
+        let values = self.values.remove::<B, RANK>(id)?.into_primitive().tensor();
         Some(Gradient { values, squares: self.squares.remove(&id) })
     }
 }
@@ -171,7 +171,7 @@ impl<B: Nvfp4Kernels> Left<B> {
 /// Walks over tensors of a model, and handles the gradient of each.
 pub struct Walk<'a, AB: TrainingBackend> {
     /// The gradients of a pass; tensors without one only have their sum.
-    pub left: Left<AB::InnerBackend>,
+    pub grads: ModuleGradients<AB::InnerBackend>,
     /// What happens to the gradients.
     pub fate: Fate,
     /// The sums.
@@ -182,7 +182,7 @@ pub struct Walk<'a, AB: TrainingBackend> {
 
 impl<AB: TrainingBackend> Walk<'_, AB> {
     fn settle<const RANK: usize>(&mut self, id: ParamId) -> Option<(Judged<AB::InnerBackend>, Rate)> {
-        let grad = self.left.take::<RANK>(id);
+        let grad = self.grads.take::<RANK>(id);
         self.gathered.settle(id, grad, self.fate)
     }
 

@@ -5,7 +5,7 @@ use crate::{
     CliError,
     memory::vram::VramReport,
     train::chunked_adamw::ChunkedAdamw,
-    train::gradients::{Fate, Gathered, Left, Walk},
+    train::gradients::{Fate, Gathered, ModuleGradients, Walk},
     train::objective::Trainee,
     watchdog,
 };
@@ -30,12 +30,12 @@ pub struct Pass<'a, B: Nvfp4Kernels> {
 }
 
 impl<B: Nvfp4Kernels> Pass<'_, B> {
-    /// Makes a walk over the tensors of a model to which a backward has left gradients.
-    pub fn walk<AB>(&mut self, left: Left<B>) -> Walk<'_, AB>
+    /// Makes a walk over the tensors of a model that `grads` belong to.
+    pub fn walk<AB>(&mut self, grads: ModuleGradients<B>) -> Walk<'_, AB>
     where
         AB: TrainingBackend<InnerBackend = B>,
     {
-        Walk { left, fate: self.fate, gathered: &mut self.gathered, optimizer: self.optimizer }
+        Walk { grads, fate: self.fate, gathered: &mut self.gathered, optimizer: self.optimizer }
     }
 
     /// Reads a loss, and refuses one that is not finite before its gradients are used.

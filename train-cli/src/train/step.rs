@@ -11,7 +11,7 @@ use crate::{
     memory::{pool::Pool, vram::VramReport},
     train::chunked_adamw::{ChunkedAdamw, Rate},
     train::clip::Clipping,
-    train::gradients::{Fate, Gathered, Left},
+    train::gradients::{Fate, Gathered, ModuleGradients},
     train::objective::Trainee,
     train::pass::{Pass, check_finite},
     train::streaming::Forward,
@@ -105,7 +105,7 @@ impl<B: Nvfp4Kernels> Stepper<B> {
         pass.fate = Fate::Apply { rate, measured: measured.is_some() };
         let mut undo = None;
         if sums_all {
-            net.update(|model| pass.walk(Left::default()).model(model));
+            net.update(|model| pass.walk(ModuleGradients::default()).model(model));
         } else {
             let forward = Forward::of(net, last, self.kept);
             // While the copy's handles are held, the optimizer writes into new buffers and leaves the old ones as they are. The

@@ -10,7 +10,8 @@
 #![allow(non_snake_case)] // Shapes are part of names, as in the model.
 
 use crate::{
-    CliError, data::order::MicroBatch, train::gradients::Left, train::objective::Trainee, train::pass::Pass, watchdog,
+    CliError, data::order::MicroBatch, train::gradients::ModuleGradients, train::objective::Trainee, train::pass::Pass,
+    watchdog,
 };
 use backend_nvfp4::{Nvfp4Kernels, TrainingBackend, segment_sum};
 use burn::{
@@ -87,9 +88,9 @@ impl<B: Nvfp4Kernels> Pass<'_, B> {
         };
         let mut grads = loss_graph.backward();
         let dy_MD = h_MD.grad_remove(&mut grads).expect("the loss depends on the last block's output");
-        let mut left = Left::to(&*net, grads);
-        let tied_VD = left.grads.remove(net.model().embed_tokens.id);
-        let mut walk = self.walk(left);
+        let mut grads = ModuleGradients::of(&*net, grads);
+        let tied_VD = grads.values.remove(net.model().embed_tokens.id);
+        let mut walk = self.walk(grads);
         net.update(|mut model| {
             model.norm = walk.vector(model.norm);
             model.lm_head = model.lm_head.map(|head| walk.linear(head));
@@ -117,10 +118,10 @@ impl<B: Nvfp4Kernels> Pass<'_, B> {
                 Trace::Input(x_MD) => Graph::of(block, x_MD, &net.model().of_block(context, i)),
                 Trace::Graph(graph) => graph,
             };
-            let (left, dx_MD) = graph.backward(block, dy_MD);
+            let (grads, dx_MD) = graph.backward(block, dy_MD);
             dy_MD = dx_MD;
             self.note(net, &format!("block_{i}_gradients"))?;
-            net.update_block(i, |block| self.walk(left).block(block));
+            net.update_block(i, |block| self.walk(grads).block(block));
             self.note(net, &format!("block_{i}_done"))?;
         }
         Ok(dy_MD)
@@ -140,10 +141,10 @@ impl<B: Nvfp4Kernels> Pass<'_, B> {
         if !embedding.val().is_require_grad() {
             return;
         }
-        let mut left = Left::default();
-        left.grads.register(embedding.id, embedding_gradient(batch, dx_MD, tied_VD, embedding.dims()));
+        let mut grads = ModuleGradients::default();
+        grads.values.register(embedding.id, embedding_gradient(batch, dx_MD, tied_VD, embedding.dims()));
         net.update(|mut model| {
-            model.embed_tokens = self.walk(left).matrix(model.embed_tokens);
+            model.embed_tokens = self.walk(grads).matrix(model.embed_tokens);
             model
         });
     }
@@ -194,10 +195,10 @@ impl<AB: TrainingBackend> Graph<AB> {
         self,
         block: &Block<AB>,
         dy_MD: Tensor<AB::InnerBackend, 2>,
-    ) -> (Left<AB::InnerBackend>, Tensor<AB::InnerBackend, 2>) {
+    ) -> (ModuleGradients<AB::InnerBackend>, Tensor<AB::InnerBackend, 2>) {
         let mut grads = AB::backward_from(self.y_MD, dy_MD);
         let dx_MD = self.x_MD.grad_remove(&mut grads).expect("a block's output depends on its input");
-        (Left::to(block, grads), dx_MD)
+        (ModuleGradients::of(block, grads), dx_MD)
     }
 }
 

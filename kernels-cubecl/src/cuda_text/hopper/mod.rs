@@ -27,7 +27,8 @@ pub use gemm::{hopper_columns, hopper_gemm_in, hopper_squares};
 
 /// Bytes of shared memory that a cube of these GPUs can have.
 const SHARED: usize = 227 << 10;
-/// Bytes to which a text aligns its part of shared memory, and bytes behind everything else, for barriers and a few sums.
+/// Bytes to which a text aligns its part of shared memory, and bytes behind everything else: the two barriers of each stage, and in
+/// `gemm` eight sums behind those of its at most six stages.
 const ALIGNMENT: usize = 1024;
 const BARRIERS: usize = 256;
 /// 16-bit values in a row of shared memory: with the 128-byte swizzle a row has 128 bytes.

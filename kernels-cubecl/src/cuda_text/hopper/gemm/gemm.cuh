@@ -1,6 +1,7 @@
 // y = a b on the tensor cores of Hopper (wgmma), with 16-bit operands and sums in f32:
 //
-//   for each tile of this cube { sums = 0 or y; for each 64 values of r { wait for a stage; 4 x wgmma }; y = sums * scales }
+//   for each tile of this cube { sums = 0 or y; for each 64 values of r { wait for a stage; 4 x wgmma }; y = sums * scales;
+//                                squares = the sums of y^2 over the upper and the lower 64 rows, if they are wanted }
 //
 // A cube has three warpgroups of 128 units. The first one copies: one of its units asks the copy engine (TMA) for the next
 // parts of a and b as soon as a stage of shared memory is free. The other two multiply: each takes 64 of a tile's 128 rows and
