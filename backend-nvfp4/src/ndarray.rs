@@ -393,19 +393,22 @@ impl DeviceServices for NdArray {
 /// The state of a tensor as f32 values, with the tables of quantized moments.
 struct HostState {
     kind: StateKind,
-    m: (SharedArray<f32>, Option<Vec<f32>>),
-    v: (SharedArray<f32>, Option<Vec<f32>>),
+    m: (SharedArray<f32>, Option<HostTable>),
+    v: (SharedArray<f32>, Option<HostTable>),
     residual: Option<Vec<u8>>,
 }
+
+/// A table, and the search in it, which only kernels need.
+type HostTable = (Vec<f32>, IntTensor<NdArray>);
 
 impl HostState {
     fn new(state: AdamwState<NdArray>, len: usize) -> Self {
         let moment = |moment: Moment<NdArray>, root: bool| match moment {
             Moment::Float(x) => (array(x), None),
-            Moment::Quantized { codes, absmax, table } => {
+            Moment::Quantized { codes, absmax, table, search } => {
                 let table = floats(table);
                 let values = reference::decode_moment(&bytes(codes), &floats(absmax), &table, len, root);
-                (array(from_floats(values, [len])), Some(table))
+                (array(from_floats(values, [len])), Some((table, search)))
             }
         };
         let (m, v) = (moment(state.m, false), moment(state.v, true));
@@ -421,15 +424,16 @@ impl HostState {
     }
 
     fn packed(self) -> AdamwState<NdArray> {
-        let moment = |(values, table): (SharedArray<f32>, Option<Vec<f32>>), root: bool| match table {
+        let moment = |(values, table): (SharedArray<f32>, Option<HostTable>), root: bool| match table {
             None => Moment::Float(values.into()),
-            Some(table) => {
+            Some((table, search)) => {
                 let (codes, absmax) = reference::encode_moment(&floats(values.into()), &table, root);
                 let (count, blocks, entries) = (codes.len(), absmax.len(), table.len());
                 Moment::Quantized {
                     codes: ints(codes, [count]),
                     absmax: from_floats(absmax, [blocks]),
                     table: from_floats(table, [entries]),
+                    search,
                 }
             }
         };

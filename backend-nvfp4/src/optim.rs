@@ -1,6 +1,5 @@
 //! The forms in which AdamW keeps a tensor: its master weight and its two moments.
 
-use crate::reference::table;
 use burn::tensor::{
     DType, Int, Shape, Tensor, TensorData,
     backend::Backend,
@@ -125,8 +124,10 @@ pub enum Moment<B: Backend> {
         codes: IntTensor<B>,
         /// f32 `[ceil(len / 256)]`.
         absmax: FloatTensor<B>,
-        /// f32 `[256]` or `[16]`, ascending.
+        /// f32 `[256]` or `[16]`: [`Coding::values`].
         table: FloatTensor<B>,
+        /// U32: [`Coding::search`].
+        search: IntTensor<B>,
     },
 }
 
@@ -143,11 +144,12 @@ impl<B: Backend> AdamwState<B> {
                 Moment::Float(B::float_zeros(Shape::new([len]), device, dtype.into()))
             }
             Some(coding) => {
-                let table = table(signed, coding.bits());
+                let table = coding.values(signed);
                 let zero = table.iter().position(|&t| t == 0.0).unwrap_or(0);
                 let byte = if coding == Coding::Bytes { zero } else { zero | zero << 4 };
                 let codes = full(len * coding.bits() / 8, byte);
-                Moment::Quantized { codes, absmax: absmax(), table: floats::<B>(table, device) }
+                let search = words::<B>(coding.search(signed), device);
+                Moment::Quantized { codes, absmax: absmax(), table: floats::<B>(table, device), search }
             }
         };
         Self { kind, m: moment(true), v: moment(false), residual: None }
@@ -170,12 +172,18 @@ impl<B: Backend> Moment<B> {
         let codes = Tensor::<B, 1, Int>::from_data(data, (device, DType::U8)).into_primitive();
         // CubeCL counts uploaded bytes in 32 bits until the next launch, so that a large state needs launches.
         drop(Tensor::<B, 1>::zeros([1], device));
-        let table = floats::<B>(table(first, coding.bits()), device);
-        Self::Quantized { codes, absmax: floats::<B>(absmax, device), table }
+        let table = floats::<B>(coding.values(first), device);
+        let search = words::<B>(coding.search(first), device);
+        Self::Quantized { codes, absmax: floats::<B>(absmax, device), table, search }
     }
 }
 
 fn floats<B: Backend>(values: Vec<f32>, device: &B::Device) -> FloatTensor<B> {
     let data = TensorData::new(values.clone(), Shape::new([values.len()]));
     Tensor::<B, 1>::from_data(data, (device, DType::F32)).into_primitive().tensor()
+}
+
+fn words<B: Backend>(values: Vec<u32>, device: &B::Device) -> IntTensor<B> {
+    let len = values.len();
+    Tensor::<B, 1, Int>::from_data(TensorData::new(values, [len]), (device, DType::U32)).into_primitive()
 }

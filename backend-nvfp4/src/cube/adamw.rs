@@ -129,7 +129,7 @@ struct UpdatedMoment<R: CubeRuntime> {
     /// Floats or codes.
     values: UpdatedTensor<R>,
     /// What codes are scaled by, and the table that they index.
-    scales: Option<(UpdatedTensor<R>, CubeTensor<R>)>,
+    scales: Option<(UpdatedTensor<R>, [CubeTensor<R>; 2])>,
 }
 
 impl<R: CubeRuntime> UpdatedState<R> {
@@ -139,8 +139,9 @@ impl<R: CubeRuntime> UpdatedState<R> {
     {
         let moments = [state.m, state.v].map(|moment| match moment {
             Moment::Float(x) => UpdatedMoment { values: UpdatedTensor::of(x), scales: None },
-            Moment::Quantized { codes, absmax, table } => {
-                UpdatedMoment { values: UpdatedTensor::of(codes), scales: Some((UpdatedTensor::of(absmax), table)) }
+            Moment::Quantized { codes, absmax, table, search } => {
+                let scales = Some((UpdatedTensor::of(absmax), [table, search]));
+                UpdatedMoment { values: UpdatedTensor::of(codes), scales }
             }
         });
         Self { kind: state.kind, moments, residual: state.residual.map(UpdatedTensor::of) }
@@ -149,8 +150,8 @@ impl<R: CubeRuntime> UpdatedState<R> {
     /// The buffers of quantized moments.
     fn quantized(&self) -> [StateArgs<R>; 2] {
         self.moments.each_ref().map(|moment| {
-            let (absmax, table) = moment.scales.as_ref().expect("quantized moments have scales");
-            StateArgs { codes: moment.values.args(), absmax: absmax.args(), table: arg(table) }
+            let (absmax, [table, search]) = moment.scales.as_ref().expect("quantized moments have scales");
+            StateArgs { codes: moment.values.args(), absmax: absmax.args(), table: arg(table), search: arg(search) }
         })
     }
 
@@ -161,7 +162,9 @@ impl<R: CubeRuntime> UpdatedState<R> {
     {
         let [m, v] = self.moments.map(|moment| match moment.scales {
             None => Moment::Float(moment.values.new),
-            Some((absmax, table)) => Moment::Quantized { codes: moment.values.new, absmax: absmax.new, table },
+            Some((absmax, [table, search])) => {
+                Moment::Quantized { codes: moment.values.new, absmax: absmax.new, table, search }
+            }
         });
         AdamwState { kind: self.kind, m, v, residual: self.residual.map(|residual| residual.new) }
     }

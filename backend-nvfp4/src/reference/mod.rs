@@ -25,7 +25,7 @@ pub use codec::{
 pub use dialects::{Dialect, dequantize_divided};
 pub use draw::{draw, likeliest};
 pub use hadamard::hadamard;
-pub(crate) use moments::{decode_moment, encode_moment, table};
+pub(crate) use moments::{decode_moment, encode_moment};
 pub use quantize::{
     FULL_SCALE, MASTER_ROOM, dequantize, quantize, quantize_master, quantize_sharing, rounded_by, rounded_rows,
 };

@@ -3,33 +3,6 @@
 
 use kernels_cubecl::adamw::STATE_BLOCK;
 
-/// The values of the codes of a moment, ascending.
-///
-/// The dynamic tables (Dettmers et al., arXiv 2110.02861, §2.1) hold 0, 1, and decades below 1. A decade holds evenly
-/// spaced means, twice as many as the decade below it; a signed table holds both signs. The 4-bit table for the root of
-/// v is linear and has no zero (Li et al., arXiv 2309.01507, §4.1).
-pub(crate) fn table(signed: bool, bits: usize) -> Vec<f32> {
-    if bits == 4 && !signed {
-        return (1..=16).map(|i| i as f32 / 16.0).collect();
-    }
-    let decades = bits as i32 - 1;
-    let mut values = vec![0.0f64, 1.0];
-    for decade in 0..decades {
-        let count = 1usize << (decade + i32::from(!signed));
-        for i in 0..count {
-            let edge = |i: usize| 0.1 + 0.9 * i as f64 / count as f64;
-            let mean = (edge(i) + edge(i + 1)) / 2.0 * 10f64.powi(decade + 1 - decades);
-            values.push(mean);
-            if signed {
-                values.push(-mean);
-            }
-        }
-    }
-    values.sort_by(f64::total_cmp);
-    assert_eq!(values.len(), 1 << bits);
-    values.into_iter().map(|v| v as f32).collect()
-}
-
 /// The values of a quantized moment. If `root`, the codes stand for roots, which are squared.
 pub(crate) fn decode_moment(codes: &[u8], absmax: &[f32], table: &[f32], len: usize, root: bool) -> Vec<f32> {
     let four = table.len() == 16;
@@ -76,23 +49,14 @@ fn encode(values: &[f32], codes: &mut [u8], table: &[f32]) -> f32 {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn tables_are_ascending_and_reach_one() {
-        for (signed, bits) in [(true, 8), (false, 8), (true, 4), (false, 4)] {
-            let table = table(signed, bits);
-            assert!(table.windows(2).all(|w| w[0] < w[1]));
-            assert_eq!(table.last(), Some(&1.0));
-            assert_eq!(table.contains(&0.0), signed || bits == 8);
-        }
-    }
+    use kernels_cubecl::adamw::Coding;
 
     #[test]
     fn tiny_second_moments_survive() {
         // A linear table with zero would flush everything below 1/512 of the block's largest value, and m / eps explode.
         let values: Vec<f32> = (0..256).map(|i| 10f32.powf(-12.0 * i as f32 / 255.0)).collect();
-        for bits in [8, 4] {
-            let table = table(false, bits);
+        for coding in [Coding::Bytes, Coding::Nibbles] {
+            let (table, bits) = (coding.values(false), coding.bits());
             let (codes, absmax) = encode_moment(&values, &table, true);
             for (back, value) in decode_moment(&codes, &absmax, &table, 256, true).iter().zip(&values) {
                 assert!(*back > 0.0, "{value} came back as {back}");

@@ -16,9 +16,8 @@
 //! | 8-bit | 256 values share an f32 `absmax`; a byte indexes a table of 256 values (Dettmers et al., arXiv 2110.02861) |
 //! | 4-bit | the same with tables of 16 values (Li et al., arXiv 2309.01507) |
 //!
-//! The 8-bit tables consist of decades of equal steps, so that the nearest entry is computed, not searched. Of the
-//! second moment the root is stored, which spans half the decades. A root above zero is never stored as zero:
-//! dividing by `eps` alone cannot happen.
+//! Of the second moment the root is stored, which spans half the decades. A root above zero is never stored as zero: dividing by
+//! `eps` alone cannot happen.
 //!
 //! | master weights | stored as |
 //! |---|---|

@@ -7,13 +7,19 @@
 
 use super::{
     Buffers, Chunk, Updated, check_chunk,
-    table::{Coding, Table, code_of_moment, loaded_table},
+    table::{Coding, Table, TableBuffers, TableBuffersLaunch, code_of_moment, loaded_table},
 };
 use crate::{
+    device::vector_size,
     error::{KernelError, expect_len, expect_multiple},
     reduce::cube_maxima,
 };
-use cubecl::prelude::*;
+use cubecl::{
+    ir::{ElemType, UIntKind},
+    prelude::*,
+};
+
+const BYTE: StorageType = StorageType::Scalar(ElemType::UInt(UIntKind::U8));
 
 /// Values that share one absmax in quantized moments.
 pub const STATE_BLOCK: usize = 256;
@@ -24,8 +30,10 @@ pub struct StateArgs<R: Runtime> {
     pub codes: Updated<R>,
     /// f32, one for 256 values.
     pub absmax: Updated<R>,
-    /// f32, 256 or 16 values, ascending.
+    /// f32: [`Coding::values`].
     pub table: ArrayArg<R>,
+    /// u32: [`Coding::search`].
+    pub search: ArrayArg<R>,
 }
 
 /// The buffers of a quantized moment that a step updates. `Codes` is a vector of bytes.
@@ -38,8 +46,8 @@ pub(super) struct MomentBuffers<Codes: CubePrimitive> {
 /// The tables of both moments.
 #[derive(CubeType, CubeLaunch)]
 pub(super) struct Tables {
-    m: Array<f32>,
-    v: Array<f32>,
+    m: TableBuffers,
+    v: TableBuffers,
 }
 
 impl<R: Runtime> StateArgs<R> {
@@ -50,7 +58,7 @@ impl<R: Runtime> StateArgs<R> {
         (
             MomentBuffersLaunch::new(m.codes.launch(), m.absmax.launch()),
             MomentBuffersLaunch::new(v.codes.launch(), v.absmax.launch()),
-            TablesLaunch::new(m.table, v.table),
+            TablesLaunch::new(TableBuffersLaunch::new(m.table, m.search), TableBuffersLaunch::new(v.table, v.search)),
         )
     }
 }
@@ -65,10 +73,11 @@ pub(super) fn check<R: Runtime>(
     chunk: Chunk,
 ) -> Result<(), KernelError> {
     expect_len(name, "grad", grad.size(), len)?;
-    for state in moments {
+    for (state, signed) in moments.into_iter().zip([true, false]) {
         state.codes.check(name, "state codes", len * coding.bits() / 8)?;
         state.absmax.check(name, "state absmax", len.div_ceil(STATE_BLOCK))?;
         expect_len(name, "state table", state.table.size(), 1 << coding.bits())?;
+        expect_len(name, "search of the state table", state.search.size(), coding.bins(signed))?;
     }
     check_chunk(name, chunk, len)?;
     if coding == Coding::Nibbles {
@@ -78,39 +87,75 @@ pub(super) fn check<R: Runtime>(
     expect_multiple(name, "start of the chunk", chunk.start, STATE_BLOCK)
 }
 
-/// The blocks of 256 values that a launch updates, and the number of them that a cube takes one after another.
+/// The blocks of 256 values that a launch updates, and how often a cube takes some of them.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
 pub(super) struct Blocks {
     pub(super) start: u32,
     pub(super) end: u32,
-    pub(super) per_cube: u32,
+    pub(super) turns: u32,
 }
 
-/// The number of blocks that a cube takes one after another, with the tables it loaded once: 4 to 32, so that a
-/// large tensor has about 8,192 cubes.
-pub(super) fn blocks_per_cube(chunk: Chunk) -> usize {
-    ((chunk.end - chunk.start).div_ceil(STATE_BLOCK) / 8192).clamp(4, 32)
+/// How a launch divides its blocks.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Division {
+    pub(super) cubes: CubeDivision,
+    /// How often a cube takes blocks, with the tables that it has loaded once.
+    pub(super) turns: usize,
 }
 
-/// Cubes for a chunk, whose units take `width` values of a block each.
-pub(super) fn block_launch(chunk: Chunk, width: usize) -> (CubeCount, CubeDim) {
-    let blocks = (chunk.end - chunk.start).div_ceil(STATE_BLOCK);
-    let cubes = blocks.div_ceil(blocks_per_cube(chunk)).max(1) as u32;
-    let x = cubes.min(65_535);
-    let units = (STATE_BLOCK / width) as u32;
-    (CubeCount::Static(x, cubes.div_ceil(x), 1), CubeDim::new_1d(units))
+/// How a cube divides its blocks: this is compiled into a kernel.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(super) struct CubeDivision {
+    /// Values that a unit takes.
+    pub(super) width: usize,
+    /// Blocks that a cube takes at a time. Where a plane has as many units as a block, each plane of a cube takes one by itself;
+    /// elsewhere the cube has one.
+    pub(super) at_once: usize,
 }
 
-/// Bytes of codes that a unit of `width` values reads at once: all of its 4-bit codes, or as many 8-bit codes as
-/// `vector`.
-pub(super) fn codes_at_once(coding: Coding, vector: usize, width: usize) -> usize {
-    if coding == Coding::Bytes { vector } else { width / 2 }
+impl Division {
+    /// Divides a chunk among units that take `width` values of a block each. A large tensor has 32,768 planes, or 8,192 cubes.
+    pub(super) fn new<R: Runtime>(client: &ComputeClient<R>, chunk: Chunk, width: usize) -> Self {
+        let hardware = &client.properties().hardware;
+        let planes = [hardware.plane_size_min, hardware.plane_size_max] == [(STATE_BLOCK / width) as u32; 2];
+        let (at_once, launched) = if planes { (8, 32_768) } else { (1, 8192) };
+        Self { cubes: CubeDivision { width, at_once }, turns: (blocks_of(chunk) / launched).max(4) }
+    }
+
+    /// Cubes and units.
+    pub(super) fn launch(self, chunk: Chunk) -> (CubeCount, CubeDim) {
+        let CubeDivision { width, at_once } = self.cubes;
+        let cubes = blocks_of(chunk).div_ceil(self.turns * at_once).max(1) as u32;
+        let x = cubes.min(65_535);
+        (CubeCount::Static(x, cubes.div_ceil(x), 1), CubeDim::new_1d((STATE_BLOCK / width * at_once) as u32))
+    }
+}
+
+fn blocks_of(chunk: Chunk) -> usize {
+    (chunk.end - chunk.start).div_ceil(STATE_BLOCK)
+}
+
+/// The bytes of the codes of `width` values that a unit reads at once.
+pub(super) fn codes_at_once<R: Runtime>(client: &ComputeClient<R>, coding: Coding, width: usize) -> usize {
+    vector_size(client, BYTE, width * coding.bits() / 8)
+}
+
+/// The block that a unit takes in a turn of its cube, counted from the chunk's start, and the unit's number in the block.
+#[cube]
+pub(super) fn block_of_turn(turn: u32, range: &Blocks, #[comptime] cubes: CubeDivision) -> (u32, u32) {
+    let cube = CUBE_POS_Y * CUBE_COUNT_X + CUBE_POS_X;
+    let units = comptime!((STATE_BLOCK / cubes.width) as u32);
+    let block = (cube * range.turns + turn) * comptime!(cubes.at_once as u32) + UNIT_POS / units;
+    (block, UNIT_POS % units)
 }
 
 /// The tables of the first moment, which is signed, and of the second moment's root. Ends with a barrier.
 #[cube]
 pub(super) fn loaded_tables(tables: &Tables, #[comptime] coding: Coding) -> (Table, Table) {
-    (loaded_table(&tables.m, true, coding), loaded_table(&tables.v, false, coding))
+    let m = loaded_table(&tables.m, true, coding);
+    let v = loaded_table(&tables.v, false, coding);
+    sync_cube();
+    (m, v)
 }
 
 /// Loads the codes of the `width` values from `first` on, and the `absmax` of their block.
@@ -149,17 +194,17 @@ pub(super) fn decoded<Codes: Size>(
     table.values[code as usize] * absmax
 }
 
-/// The `absmax` of the new first moment and of the new root, of which every unit has `width` values.
+/// The `absmax` of the new first moment and of the new root, of which every unit has `cubes.width` values.
 #[cube]
-pub(super) fn block_absmax(m: &Array<f32>, root: &Array<f32>, #[comptime] width: usize) -> (f32, f32) {
+pub(super) fn block_absmax(m: &Array<f32>, root: &Array<f32>, #[comptime] cubes: CubeDivision) -> (f32, f32) {
     let mut m_own = 0.0f32;
     let mut v_own = 0.0f32;
     #[unroll]
-    for i in 0..width {
+    for i in 0..cubes.width {
         m_own = max(m_own, m[i].abs());
         v_own = max(v_own, root[i]);
     }
-    cube_maxima(m_own, v_own)
+    if comptime!(cubes.at_once > 1) { (plane_max(m_own), plane_max(v_own)) } else { cube_maxima(m_own, v_own) }
 }
 
 /// Encodes and stores a unit's `width` values from `first` on. The first unit of a block stores its `absmax`.
@@ -190,7 +235,7 @@ pub(super) fn store<Codes: Size>(
         }
         moment.codes.new[(first / comptime!((width / parts) as u32)) as usize + part] = bytes;
     }
-    if UNIT_POS == 0u32 {
+    if first & comptime!(STATE_BLOCK as u32 - 1) == 0u32 {
         moment.absmax.new[(first / comptime!(STATE_BLOCK as u32)) as usize] = absmax;
     }
 }

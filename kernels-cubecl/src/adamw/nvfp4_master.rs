@@ -11,15 +11,15 @@
 use super::{
     AdamwStep, Buffers, Chunk, JudgedArgs, Scalars, Updated,
     moments::{
-        Blocks, BlocksLaunch, MomentBuffers, STATE_BLOCK, StateArgs, Tables, block_absmax, block_launch,
-        blocks_per_cube, check, codes_at_once, decoded, loaded_tables, read, store,
+        Blocks, BlocksLaunch, CubeDivision, Division, MomentBuffers, STATE_BLOCK, StateArgs, Tables, block_absmax,
+        block_of_turn, check, codes_at_once, decoded, loaded_tables, read, store,
     },
     scalars, stepped,
     table::Coding,
 };
 use crate::{
     codec::{e2m1_bounded, e2m1_decode, e2m1_word, e4m3_decode, e4m3_scale},
-    device::{bit_casts, quick_division},
+    device::{bit_casts, quick_division, vector_size},
     error::{KernelError, expect_blocks, expect_len, index},
     layout::{code_of, scale_index, scales_per_row, word_index, words_per_row},
     matmul::PackedArgs,
@@ -51,7 +51,8 @@ pub fn adamw_packed<R: Runtime>(
     grad.check(NAME)?;
     check(NAME, &grad.values, moments.each_ref(), coding, len, chunk)?;
     expect_blocks(NAME, "end of the chunk", chunk.end)?;
-    let (count, dim) = block_launch(chunk, 8);
+    let Division { cubes, turns } = Division::new(client, chunk, 8);
+    let (count, dim) = Division { cubes, turns }.launch(chunk);
     let (m, v, tables) = StateArgs::launch(moments);
     // SAFETY: buffer lengths were checked; units past the chunk's end write nothing.
     unsafe {
@@ -59,8 +60,8 @@ pub fn adamw_packed<R: Runtime>(
             client,
             count,
             dim,
-            4,
-            codes_at_once(coding, 4, 8),
+            vector_size(client, grad.dtype, 8),
+            codes_at_once(client, coding, 8),
             w.codes.launch(),
             w.scales.launch(),
             w.global,
@@ -72,11 +73,11 @@ pub fn adamw_packed<R: Runtime>(
             BlocksLaunch::new(
                 index(NAME, "chunk start", chunk.start)?,
                 index(NAME, "chunk end", chunk.end)?,
-                blocks_per_cube(chunk) as u32,
+                turns as u32,
             ),
             scalars(&step),
             cipher(step.stream),
-            coding,
+            (coding, cubes),
             bit_casts(client),
             grad.dtype,
         );
@@ -98,24 +99,25 @@ fn adamw_packed_kernel<Grad: Float, N: Size, Lanes: Size>(
     range: Blocks,
     s: Scalars,
     cipher: &Cipher,
-    #[comptime] coding: Coding,
+    #[comptime] form: (Coding, CubeDivision),
     #[comptime] _approximate: bool,
     #[define(Grad)] _grad_dtype: StorageType,
 ) {
+    let (coding, cubes) = comptime!(form);
     let n = N::value();
     let parts = comptime!(8 / n);
     let (m_table, v_table) = loaded_tables(tables, coding);
-    // The largest magnitude of every unit's weights, for the other unit of its 16. Two sets take turns, so that a unit
-    // that reads late still finds its own.
+    // Where a block has a cube: the largest magnitude of every unit's weights, for the other unit of its 16. Two sets take turns, so
+    // that a unit that reads late still finds its own.
     let mut w_tops = SharedMemory::<f32>::new(64usize);
     let g_scale = global[0];
     let allowed = verdict[0usize] == 0.0f32;
     let blocks = (range.end - range.start).div_ceil(comptime!(STATE_BLOCK as u32));
-    let cube = CUBE_POS_Y * CUBE_COUNT_X + CUBE_POS_X;
-    for turn in 0..range.per_cube {
-        let own = cube * range.per_cube + turn;
-        if own < blocks {
-            let first = range.start + own * comptime!(STATE_BLOCK as u32) + UNIT_POS * 8u32;
+    for turn in 0..range.turns {
+        let (block, unit) = block_of_turn(turn, &range, cubes);
+        // All units of a block agree.
+        if block < blocks {
+            let first = range.start + block * comptime!(STATE_BLOCK as u32) + unit * 8u32;
             let live = first < range.end && allowed;
             let at = (first as usize) / n;
             // The matrix is contiguous, so its words and scales are those of one long row.
@@ -132,7 +134,7 @@ fn adamw_packed_kernel<Grad: Float, N: Size, Lanes: Size>(
             let mut byte = 0u32;
             if live {
                 byte = u32::cast_from(scales.old[scale]);
-                let unit = e4m3_decode(byte) * g_scale;
+                let scale_value = e4m3_decode(byte) * g_scale;
                 let packed = codes.old[word];
                 let (m_codes, m_absmax) = read(m, &m_table, first, 8usize);
                 let (v_codes, v_absmax) = read(v, &v_table, first, 8usize);
@@ -144,7 +146,7 @@ fn adamw_packed_kernel<Grad: Float, N: Size, Lanes: Size>(
                         let lane = comptime!(part * n + i);
                         let old_m = decoded(&m_codes, m_absmax, &m_table, lane);
                         let old_root = decoded(&v_codes, v_absmax, &v_table, lane);
-                        let old = e2m1_decode(code_of(packed, comptime!(lane as u32))) * unit;
+                        let old = e2m1_decode(code_of(packed, comptime!(lane as u32))) * scale_value;
                         let gradient = f32::cast_from(gradient[i]);
                         let (new, m, _v, new_root) = stepped(old, old_m, old_root * old_root, gradient, s);
                         new_w[lane] = new;
@@ -153,18 +155,20 @@ fn adamw_packed_kernel<Grad: Float, N: Size, Lanes: Size>(
                     }
                 }
             }
-            let mut top = 0.0f32;
-            #[unroll]
-            for i in 0..8usize {
-                top = max(top, new_w[i].abs());
+            let top = largest_of(&new_w);
+            let own_top = turn % 2u32 * 32u32 + unit;
+            if comptime!(cubes.at_once == 1) {
+                w_tops[own_top as usize] = top;
             }
-            let own_top = turn % 2u32 * 32u32 + UNIT_POS;
-            w_tops[own_top as usize] = top;
-            let (m_absmax, v_absmax) = block_absmax(&new_m, &root, 8usize);
-            let amax = max(top, w_tops[(own_top ^ 1u32) as usize]);
+            let (m_absmax, v_absmax) = block_absmax(&new_m, &root, cubes);
+            let amax = if comptime!(cubes.at_once == 1) {
+                max(top, w_tops[(own_top ^ 1u32) as usize])
+            } else {
+                max(top, plane_shuffle_xor(top, 1u32))
+            };
             let kept = fitting_scale(amax, byte, g_scale);
-            let unit = e4m3_decode(kept) * g_scale;
-            let inverse = select(unit > 0.0f32, 1.0f32 / unit, 0.0f32);
+            let scale_value = e4m3_decode(kept) * g_scale;
+            let inverse = select(scale_value > 0.0f32, 1.0f32 / scale_value, 0.0f32);
             let mut words = Array::<u32>::new(4usize);
             philox(first / 8u32, cipher, 0u32, &mut words);
             #[unroll]
@@ -173,7 +177,7 @@ fn adamw_packed_kernel<Grad: Float, N: Size, Lanes: Size>(
             }
             if live {
                 codes.new[word] = e2m1_word(&new_w, 0usize, &words, 2usize, true);
-                if UNIT_POS & 1u32 == 0u32 {
+                if unit & 1u32 == 0u32 {
                     scales.new[scale] = u8::cast_from(kept);
                 }
                 store(m, &new_m, m_absmax, &m_table, first, 8usize);
@@ -181,6 +185,17 @@ fn adamw_packed_kernel<Grad: Float, N: Size, Lanes: Size>(
             }
         }
     }
+}
+
+/// The largest magnitude of a unit's values.
+#[cube]
+fn largest_of(values: &Array<f32>) -> f32 {
+    let mut top = 0.0f32;
+    #[unroll]
+    for i in 0..8usize {
+        top = max(top, values[i].abs());
+    }
+    top
 }
 
 /// The scale of 16 NVFP4 weights: the one they have if `amax` lies in the upper half of its reach, otherwise the

@@ -6,20 +6,21 @@
 //!     for each value { encode m and root(v) }
 //! }                                                                                     // the plain loop
 //! ```
-//! A cube takes a block at a time, because it needs the block's new maxima before it encodes.
+//! A plane, or a cube where planes have another size, takes a block at a time, because it needs the block's new maxima before it
+//! encodes. A unit takes eight values, or four, or one, as the lengths allow.
 
 use super::{
     AdamwStep, Chunk, DenseArgs, DenseBuffers, JudgedArgs, Master, Scalars, draw_of_eight, loaded,
     moments::{
-        Blocks, BlocksLaunch, MomentBuffers, STATE_BLOCK, StateArgs, Tables, block_absmax, block_launch,
-        blocks_per_cube, check, codes_at_once, decoded, loaded_tables, read, store,
+        Blocks, BlocksLaunch, CubeDivision, Division, MomentBuffers, STATE_BLOCK, StateArgs, Tables, block_absmax,
+        block_of_turn, check, codes_at_once, decoded, loaded_tables, read, store,
     },
     rounded, scalars, stepped, stored_residual, stored_weight,
     table::Coding,
     vectors_of_unit,
 };
 use crate::{
-    device::{bit_casts, quick_division},
+    device::{bit_casts, quick_division, vector_size},
     error::{KernelError, index},
     rng::{Cipher, cipher, philox},
 };
@@ -45,17 +46,20 @@ pub fn adamw_quantized<R: Runtime>(
     w.check(NAME, len)?;
     check(NAME, &grad.values, moments.each_ref(), coding, len, chunk)?;
     let (vector, parts) = vectors_of_unit(len, chunk);
-    let (count, dim) = block_launch(chunk, vector * parts);
+    let width = vector * parts;
+    let Division { cubes, turns } = Division::new(client, chunk, width);
+    let (count, dim) = Division { cubes, turns }.launch(chunk);
     let (m, v, tables) = StateArgs::launch(moments);
-    let (form, dtype) = (StepForm { master: w.master, coding, parts }, w.dtype);
+    let (form, dtype) = (StepForm { master: w.master, coding, cubes }, w.dtype);
     // SAFETY: buffer lengths were checked; units past the chunk's end write nothing.
     unsafe {
         adamw_quantized_kernel::launch_unchecked(
             client,
             count,
             dim,
-            vector,
-            codes_at_once(coding, vector, vector * parts),
+            vector_size(client, dtype, width),
+            vector_size(client, grad.dtype, width),
+            codes_at_once(client, coding, width),
             w.launch(),
             grad.values,
             grad.verdict,
@@ -65,7 +69,7 @@ pub fn adamw_quantized<R: Runtime>(
             BlocksLaunch::new(
                 index(NAME, "chunk start", chunk.start)?,
                 index(NAME, "chunk end", chunk.end)?,
-                blocks_per_cube(chunk) as u32,
+                turns as u32,
             ),
             scalars(&step),
             cipher(step.stream),
@@ -78,19 +82,19 @@ pub fn adamw_quantized<R: Runtime>(
     Ok(())
 }
 
-/// The choices that are compiled into the kernel. `parts` is the number of vectors that a unit takes.
+/// The choices that are compiled into the kernel.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 struct StepForm {
     master: Master,
     coding: Coding,
-    parts: usize,
+    cubes: CubeDivision,
 }
 
 #[cube(launch_unchecked, fast_math = quick_division(_approximate))]
 #[allow(clippy::too_many_arguments, reason = "a kernel takes its buffers one by one")]
-fn adamw_quantized_kernel<Weight: Float, Grad: Float, N: Size, Codes: Size>(
-    dense: &mut DenseBuffers<Vector<Weight, N>, Vector<u8, N>>,
-    grad: &Array<Vector<Grad, N>>,
+fn adamw_quantized_kernel<Weight: Float, Grad: Float, Weights: Size, Grads: Size, Codes: Size>(
+    dense: &mut DenseBuffers<Vector<Weight, Weights>, Vector<u8, Weights>>,
+    grad: &Array<Vector<Grad, Grads>>,
     verdict: &Array<f32>,
     m: &mut MomentBuffers<Vector<u8, Codes>>,
     v: &mut MomentBuffers<Vector<u8, Codes>>,
@@ -103,20 +107,18 @@ fn adamw_quantized_kernel<Weight: Float, Grad: Float, N: Size, Codes: Size>(
     #[define(Weight)] _weight_dtype: StorageType,
     #[define(Grad)] _grad_dtype: StorageType,
 ) {
-    let StepForm { master, coding, parts } = comptime!(form);
-    let n = N::value();
-    let width = comptime!(n * parts);
+    let StepForm { master, coding, cubes } = comptime!(form);
+    let width = comptime!(cubes.width);
+    let (in_weights, in_grads) = (Weights::value(), Grads::value());
     let (m_table, v_table) = loaded_tables(tables, coding);
     let allowed = verdict[0usize] == 0.0f32;
     let blocks = (range.end - range.start).div_ceil(comptime!(STATE_BLOCK as u32));
-    let cube = CUBE_POS_Y * CUBE_COUNT_X + CUBE_POS_X;
-    for turn in 0..range.per_cube {
-        let own = cube * range.per_cube + turn;
-        // All units agree: a cube takes one block at a time.
-        if own < blocks {
-            let first = range.start + own * comptime!(STATE_BLOCK as u32) + UNIT_POS * comptime!(width as u32);
+    for turn in 0..range.turns {
+        let (block, unit) = block_of_turn(turn, &range, cubes);
+        // All units of a block agree.
+        if block < blocks {
+            let first = range.start + block * comptime!(STATE_BLOCK as u32) + unit * comptime!(width as u32);
             let live = first < range.end && allowed;
-            let at = (first as usize) / n;
             let mut new_m = Array::<f32>::new(width);
             let mut root = Array::<f32>::new(width);
             #[unroll]
@@ -131,21 +133,27 @@ fn adamw_quantized_kernel<Weight: Float, Grad: Float, N: Size, Codes: Size>(
                 }
                 let (m_codes, m_absmax) = read(m, &m_table, first, width);
                 let (v_codes, v_absmax) = read(v, &v_table, first, width);
+                let mut gradients = Array::<Vector<Grad, Grads>>::new(comptime!(width / in_grads));
                 #[unroll]
-                for part in 0..parts {
-                    let gradient = grad[at + part];
-                    let mut weight = dense.w.old[at + part];
-                    let mut bytes = Vector::<u8, N>::empty();
+                for part in 0..comptime!(width / in_grads) {
+                    gradients[part] = grad[(first as usize) / in_grads + part];
+                }
+                #[unroll]
+                for part in 0..comptime!(width / in_weights) {
+                    let at = (first as usize) / in_weights + part;
+                    let mut weight = dense.w.old[at];
+                    let mut bytes = Vector::<u8, Weights>::empty();
                     if comptime!(dense.residual.len() == 1) {
-                        bytes = dense.residual.index(0usize).old[at + part];
+                        bytes = dense.residual.index(0usize).old[at];
                     }
                     #[unroll]
-                    for i in 0..n {
-                        let lane = comptime!(part * n + i);
+                    for i in 0..in_weights {
+                        let lane = comptime!(part * in_weights + i);
                         let old_m = decoded(&m_codes, m_absmax, &m_table, lane);
                         let old_root = decoded(&v_codes, v_absmax, &v_table, lane);
                         let old = loaded::<Weight>(weight[i], u32::cast_from(bytes[i]), master);
-                        let gradient = f32::cast_from(gradient[i]);
+                        let gradient = gradients[comptime!(lane / in_grads)];
+                        let gradient = f32::cast_from(gradient[comptime!(lane % in_grads)]);
                         let (new, m, _v, new_root) = stepped(old, old_m, old_root * old_root, gradient, s);
                         let draw = draw_of_eight(&words, first, lane, comptime!(width == 8));
                         let word = rounded(new, draw, master);
@@ -154,13 +162,13 @@ fn adamw_quantized_kernel<Weight: Float, Grad: Float, N: Size, Codes: Size>(
                         new_m[lane] = m;
                         root[lane] = new_root;
                     }
-                    dense.w.new[at + part] = weight;
+                    dense.w.new[at] = weight;
                     if comptime!(dense.residual.len() == 1) {
-                        dense.residual.index_mut(0usize).new[at + part] = bytes;
+                        dense.residual.index_mut(0usize).new[at] = bytes;
                     }
                 }
             }
-            let (m_absmax, v_absmax) = block_absmax(&new_m, &root, width);
+            let (m_absmax, v_absmax) = block_absmax(&new_m, &root, cubes);
             if live {
                 store(m, &new_m, m_absmax, &m_table, first, width);
                 store(v, &root, v_absmax, &v_table, first, width);

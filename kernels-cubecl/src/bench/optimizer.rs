@@ -50,10 +50,22 @@ impl<'a, R: Runtime> Bench<'a, R> {
             let moments = [updated(&m, n), updated(&v, n)];
             adamw::adamw_float(client, dense(Master::Exact), grad(), moments, (F32, false), SOME_STEP, chunk)
         })?;
-        let state = |codes: &Data<'a>, coding: Coding| adamw::StateArgs {
-            codes: updated(codes, n * coding.bits() / 8),
-            absmax: updated(&absmax, n / 256),
-            table: self.arg(&table, 1 << coding.bits()),
+        let tables = |coding: Coding| {
+            [true, false].map(|signed| {
+                let values = coding.values(signed).into_iter().map(f32::to_bits).collect();
+                (self.words(values), self.words(coding.search(signed)))
+            })
+        };
+        let state = |codes: &Data<'a>, (values, search): &(Data<'a>, Data<'a>), coding: Coding, signed: bool| {
+            adamw::StateArgs {
+                codes: updated(codes, n * coding.bits() / 8),
+                absmax: updated(&absmax, n / 256),
+                table: self.arg(values, 1 << coding.bits()),
+                search: self.arg(search, coding.bins(signed)),
+            }
+        };
+        let states = |[of_m, of_v]: &[(Data<'a>, Data<'a>); 2], coding: Coding| {
+            [state(&m, of_m, coding, true), state(&v, of_v, coding, false)]
         };
         for (name, master, coding, bytes) in [
             ("adamw f32, 8-bit states", Master::Exact, Coding::Bytes, 16.0),
@@ -61,25 +73,20 @@ impl<'a, R: Runtime> Bench<'a, R> {
             ("adamw bf16 + residual, 8-bit states", Master::Residual, Coding::Bytes, 14.0),
             ("adamw bf16 stochastic, 4-bit states", Master::Stochastic, Coding::Nibbles, 10.0),
         ] {
+            let tables = tables(coding);
             self.row(show, name, shape.clone(), moved(n as f64 * bytes), |_| {
-                adamw::adamw_quantized(
-                    client,
-                    dense(master),
-                    grad(),
-                    [state(&m, coding), state(&v, coding)],
-                    coding,
-                    SOME_STEP,
-                    chunk,
-                )
+                let moments = states(&tables, coding);
+                adamw::adamw_quantized(client, dense(master), grad(), moments, coding, SOME_STEP, chunk)
             })?;
         }
         for (name, coding, bytes) in
             [("adamw nvfp4, 8-bit states", Coding::Bytes, 9.125), ("adamw nvfp4, 4-bit states", Coding::Nibbles, 7.125)]
         {
+            let tables = tables(coding);
             self.row(show, name, shape.clone(), moved(n as f64 * bytes), |_| {
                 let (codes, scales, global) = (updated(&w, n / 8), updated(&absmax, n / 16), self.arg(&table, 1));
                 let w = PackedArgs { codes, scales, global, rows: n / 2560, cols: 2560 };
-                adamw::adamw_packed(client, w, grad(), [state(&m, coding), state(&v, coding)], coding, SOME_STEP, chunk)
+                adamw::adamw_packed(client, w, grad(), states(&tables, coding), coding, SOME_STEP, chunk)
             })?;
         }
         self.row(show, "square_sum", shape.clone(), moved(n as f64 * 4.0), |_| {

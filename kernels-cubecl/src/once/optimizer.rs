@@ -19,10 +19,11 @@ pub(super) fn optimizer<R: Runtime>(zeros: &Zeros<R>, n: usize) -> Result<(), Ke
     let Zeros { client, dtype } = *zeros;
     for (len, masters) in [(n + 128, &MASTERS[..]), (n - 3, &MASTERS[..1])] {
         let chunk = adamw::Chunk { start: 0, end: len };
-        let state = |coding: Coding| adamw::StateArgs {
+        let state = |coding: Coding, signed: bool| adamw::StateArgs {
             codes: zeros.updated(len * coding.bits() / 8, 1),
             absmax: zeros.updated(len.div_ceil(adamw::STATE_BLOCK), 4),
             table: zeros.floats(1 << coding.bits()),
+            search: zeros.sized(coding.bins(signed), 4),
         };
         let grad = |ty: StorageType| (zeros.sized(len, ty.size()), ty);
         let judged = |ty: StorageType| adamw::JudgedArgs {
@@ -43,13 +44,13 @@ pub(super) fn optimizer<R: Runtime>(zeros: &Zeros<R>, n: usize) -> Result<(), Ke
                 adamw::adamw_float(client, dense(), judged(F32), moments, (states, states != F32), SOME_STEP, chunk)?;
             }
             for coding in if len % 16 == 0 { &CODINGS[..] } else { &CODINGS[..1] } {
-                let moments = [state(*coding), state(*coding)];
+                let moments = [state(*coding, true), state(*coding, false)];
                 adamw::adamw_quantized(client, dense(), judged(dtype), moments, *coding, SOME_STEP, chunk)?;
             }
         }
         if len % 16 == 0 {
             for coding in CODINGS {
-                let moments = [state(coding), state(coding)];
+                let moments = [state(coding, true), state(coding, false)];
                 let w = PackedArgs {
                     codes: zeros.updated(len / 8, 4),
                     scales: zeros.updated(len / 16, 1),
