@@ -315,7 +315,7 @@ fn every_form_is_the_formula_on_the_gpu() {
     on_gpu!(on_cube);
 }
 
-/// The codes of both moments after a first step, in two codes a byte for four bits.
+/// The codes of both moments after a first step, two in a byte for four bits.
 fn codes_of_a_first_step<B: Nvfp4Kernels>(grad: &[f32], state: StateKind) -> Vec<Vec<u8>> {
     let device: B::Device = Default::default();
     let moments = AdamwState::<B>::zeros(state, grad.len(), DType::F32, &device);
@@ -329,8 +329,8 @@ fn codes_of_a_first_step<B: Nvfp4Kernels>(grad: &[f32], state: StateKind) -> Vec
     vec![codes(state.m), codes(state.v)]
 }
 
-/// Values beside the border of two codes may get either, because a device divides and takes roots in its own way: two in a hundred
-/// thousand do.
+/// Values beside the border of two codes may get either, because a device divides and takes roots in its own way: two in a million
+/// do for 8 bits.
 #[test]
 fn the_codes_of_moments_are_those_of_the_reference_on_the_gpu() {
     fn different<R: CubeRuntime>() {

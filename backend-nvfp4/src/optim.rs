@@ -126,7 +126,7 @@ pub enum Moment<B: Backend> {
         absmax: FloatTensor<B>,
         /// f32 `[256]` or `[16]`: [`Coding::values`].
         table: FloatTensor<B>,
-        /// U32: [`Coding::search`].
+        /// U32, by which kernels find the nearest value: [`Coding::search`].
         search: IntTensor<B>,
     },
 }

@@ -34,9 +34,14 @@ pub fn processors<R: Runtime>(client: &ComputeClient<R>) -> usize {
 
 /// Cubes of 256 units that cover `len` elements, spread over two grid dimensions from 65,536 cubes on.
 pub(crate) fn flat_launch(len: usize) -> (CubeCount, CubeDim) {
-    let cubes = len.div_ceil(256).max(1) as u32;
+    (spread(len.div_ceil(256)), CubeDim::new_1d(256))
+}
+
+/// At least `cubes` cubes, and one at least, in two grid dimensions from 65,536 on.
+pub(crate) fn spread(cubes: usize) -> CubeCount {
+    let cubes = cubes.max(1) as u32;
     let x = cubes.min(65_535);
-    (CubeCount::Static(x, cubes.div_ceil(x), 1), CubeDim::new_1d(256))
+    CubeCount::Static(x, cubes.div_ceil(x), 1)
 }
 
 /// The arguments of an `Option` (none or one) or of a list, as kernels take what may be missing, or what there may be

@@ -128,7 +128,7 @@ struct UpdatedState<R: CubeRuntime> {
 struct UpdatedMoment<R: CubeRuntime> {
     /// Floats or codes.
     values: UpdatedTensor<R>,
-    /// What codes are scaled by, and the table that they index.
+    /// The absmax of each block of codes, and the two tables: of values, and for the search.
     scales: Option<(UpdatedTensor<R>, [CubeTensor<R>; 2])>,
 }
 

@@ -10,7 +10,7 @@ use super::{
     table::{Coding, Table, TableBuffers, TableBuffersLaunch, code_of_moment, loaded_table},
 };
 use crate::{
-    device::vector_size,
+    device::{spread, vector_size},
     error::{KernelError, expect_len, expect_multiple},
     reduce::cube_maxima,
 };
@@ -125,9 +125,8 @@ impl Division {
     /// Cubes and units.
     pub(super) fn launch(self, chunk: Chunk) -> (CubeCount, CubeDim) {
         let CubeDivision { width, at_once } = self.cubes;
-        let cubes = blocks_of(chunk).div_ceil(self.turns * at_once).max(1) as u32;
-        let x = cubes.min(65_535);
-        (CubeCount::Static(x, cubes.div_ceil(x), 1), CubeDim::new_1d((STATE_BLOCK / width * at_once) as u32))
+        let cubes = spread(blocks_of(chunk).div_ceil(self.turns * at_once));
+        (cubes, CubeDim::new_1d((STATE_BLOCK / width * at_once) as u32))
     }
 }
 

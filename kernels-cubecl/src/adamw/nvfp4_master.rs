@@ -51,8 +51,8 @@ pub fn adamw_packed<R: Runtime>(
     grad.check(NAME)?;
     check(NAME, &grad.values, moments.each_ref(), coding, len, chunk)?;
     expect_blocks(NAME, "end of the chunk", chunk.end)?;
-    let Division { cubes, turns } = Division::new(client, chunk, 8);
-    let (count, dim) = Division { cubes, turns }.launch(chunk);
+    let division = Division::new(client, chunk, 8);
+    let (count, dim) = division.launch(chunk);
     let (m, v, tables) = StateArgs::launch(moments);
     // SAFETY: buffer lengths were checked; units past the chunk's end write nothing.
     unsafe {
@@ -73,11 +73,11 @@ pub fn adamw_packed<R: Runtime>(
             BlocksLaunch::new(
                 index(NAME, "chunk start", chunk.start)?,
                 index(NAME, "chunk end", chunk.end)?,
-                turns as u32,
+                division.turns as u32,
             ),
             scalars(&step),
             cipher(step.stream),
-            (coding, cubes),
+            (coding, division.cubes),
             bit_casts(client),
             grad.dtype,
         );

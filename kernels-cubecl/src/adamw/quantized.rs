@@ -47,10 +47,10 @@ pub fn adamw_quantized<R: Runtime>(
     check(NAME, &grad.values, moments.each_ref(), coding, len, chunk)?;
     let (vector, parts) = vectors_of_unit(len, chunk);
     let width = vector * parts;
-    let Division { cubes, turns } = Division::new(client, chunk, width);
-    let (count, dim) = Division { cubes, turns }.launch(chunk);
+    let division = Division::new(client, chunk, width);
+    let (count, dim) = division.launch(chunk);
     let (m, v, tables) = StateArgs::launch(moments);
-    let (form, dtype) = (StepForm { master: w.master, coding, cubes }, w.dtype);
+    let (form, dtype) = (StepForm { master: w.master, coding, cubes: division.cubes }, w.dtype);
     // SAFETY: buffer lengths were checked; units past the chunk's end write nothing.
     unsafe {
         adamw_quantized_kernel::launch_unchecked(
@@ -69,7 +69,7 @@ pub fn adamw_quantized<R: Runtime>(
             BlocksLaunch::new(
                 index(NAME, "chunk start", chunk.start)?,
                 index(NAME, "chunk end", chunk.end)?,
-                turns as u32,
+                division.turns as u32,
             ),
             scalars(&step),
             cipher(step.stream),

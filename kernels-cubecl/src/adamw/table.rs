@@ -131,7 +131,7 @@ pub(super) fn loaded_table(buffers: &TableBuffers, #[comptime] signed: bool, #[c
 }
 
 /// The code of a moment's value, where `inverse` is 1 / absmax: the index of the nearest entry, that of the smaller magnitude at a
-/// tie. A root above zero does not become zero.
+/// tie (the scalar reference takes the lower index). A root above zero does not become zero.
 #[cube]
 pub(super) fn code_of_moment(value: f32, inverse: f32, table: &Table) -> u32 {
     let shift = comptime!(table.coding.shift(table.signed));
