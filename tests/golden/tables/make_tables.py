@@ -45,7 +45,16 @@ for (name, compression), columns in tables.items():
     else:
         pyarrow.feather.write_feather(table, path.with_suffix(".feather"), compression="uncompressed", chunksize=400)
     pyarrow.parquet.write_table(table, path.with_suffix(".parquet"), compression=compression, row_group_size=400)
-pyarrow.feather.write_feather(pyarrow.table({"text": ["a"]}), folder / "compressed.feather", compression="zstd")
+documents = pyarrow.table(tables[("documents", "lz4")])
+pyarrow.feather.write_feather(documents, folder / "zstd.feather", compression="zstd", chunksize=400)
+# The default is LZ4.
+pyarrow.feather.write_feather(documents, folder / "lz4.feather", chunksize=400)
+# Some 20 KB that stand for 200 MiB.
+pyarrow.feather.write_feather(pyarrow.table({"text": ["a" * (200 << 20)]}), folder / "inflated.feather", compression="zstd")
+# A column of bytes that nobody asks for, and one that the format of the rows needs.
+beside = pyarrow.table({"text": ["a", "b"], "id": pyarrow.array([b"1", b"2"])})
+pyarrow.parquet.write_table(beside, folder / "bytes_beside.parquet", compression="snappy")
+pyarrow.parquet.write_table(pyarrow.table({"text": pyarrow.array([b"a"])}), folder / "bytes.parquet", compression="snappy")
 
 
 def stream(name, table):

@@ -15,8 +15,10 @@ use arrow_array::{
     },
 };
 use arrow_buffer::Buffer;
-use arrow_ipc::{reader::StreamDecoder, root_as_message_with_opts};
-use arrow_schema::{ArrowError, DataType, Field};
+use arrow_ipc::{
+    Buffer as IpcBuffer, RecordBatch as RecordBatchMessage, reader::StreamDecoder, root_as_message_with_opts,
+};
+use arrow_schema::{DataType, Field};
 use flatbuffers::{InvalidFlatbuffer, VerifierOptions};
 use serde_json::{Map, Value, json};
 use std::{collections::BTreeSet, path::Path};
@@ -29,7 +31,8 @@ use std::{collections::BTreeSet, path::Path};
 pub(super) fn objects(path: &Path) -> Result<impl Iterator<Item = Object>, CliError> {
     let bytes = data_files::read_whole(path)?;
     let rest = stream_of(bytes);
-    let checked = table::guarded("Arrow", || check_descriptions(&rest));
+    let checked =
+        table::guarded("Arrow", || check_descriptions(&rest, MOST_INFLATED.max(table::MOST_COMPRESSED * rest.len())));
     checked.map_err(|reason| CliError::data(path, None, reason))?;
     let mut batches = Batches { rest, decoder: StreamDecoder::new() };
     let (mut batch, mut at) = (None::<RecordBatch>, 0);
@@ -64,11 +67,12 @@ fn stream_of(bytes: Vec<u8>) -> Buffer {
 }
 
 /// Refuses messages that describe more than they hold. The parts of a message may share bytes, so that a description of one
-/// megabyte can stand for gigabytes, and the library copies each part. What is not a message is left to the library.
+/// megabyte can stand for gigabytes, and the library copies each part. The compressed columns of a message may be decompressed to
+/// `most` bytes. What is not a message is left to the library.
 ///
 /// # Errors
 /// If a message of the stream does.
-fn check_descriptions(stream: &[u8]) -> Result<(), String> {
+fn check_descriptions(stream: &[u8], most: usize) -> Result<(), String> {
     // A message is its size, its description, and a body. In front of the size is a mark, which older files have not.
     let word = |at: usize| Some(u32::from_le_bytes(stream.get(at..at.checked_add(4)?)?.try_into().ok()?));
     let mut at = 0;
@@ -82,8 +86,11 @@ fn check_descriptions(stream: &[u8]) -> Result<(), String> {
             max_apparent_size: size.saturating_mul(SHARED),
             ..VerifierOptions::default()
         };
-        let body = match root_as_message_with_opts(&limits, description) {
-            Ok(message) => message.bodyLength(),
+        let (body, batch) = match root_as_message_with_opts(&limits, description) {
+            Ok(message) => {
+                let dictionary = message.header_as_dictionary_batch().and_then(|dictionary| dictionary.data());
+                (message.bodyLength(), message.header_as_record_batch().or(dictionary))
+            }
             Err(InvalidFlatbuffer::TooManyTables | InvalidFlatbuffer::ApparentSizeTooLarge) => {
                 return Err(format!(
                     "the description of its columns has more than {MOST_PARTS} parts, or parts that share their bytes"
@@ -92,13 +99,33 @@ fn check_descriptions(stream: &[u8]) -> Result<(), String> {
             Err(_) => break,
         };
         let Some(next) = usize::try_from(body).ok().and_then(|body| (at + size).checked_add(body)) else { break };
+        let inflated = batch.zip(stream.get(at + size..)).map_or(0, |(batch, body)| inflated(batch, body));
+        if inflated > most as u64 {
+            return Err(format!("its columns decompress to {inflated} bytes at a time; at most {most} are taken"));
+        }
         at = next;
     }
     Ok(())
 }
 
+/// Bytes to which the compressed columns of a batch decompress: each begins with the number of its own.
+fn inflated(batch: RecordBatchMessage<'_>, body: &[u8]) -> u64 {
+    if batch.compression().is_none() {
+        return 0;
+    }
+    let of = |buffer: &IpcBuffer| {
+        let at = usize::try_from(buffer.offset()).ok()?;
+        let size: [u8; 8] = body.get(at..at.checked_add(8)?)?.try_into().ok()?;
+        // -1 says that the bytes behind it are not compressed.
+        u64::try_from(i64::from_le_bytes(size)).ok().filter(|_| buffer.length() > 0)
+    };
+    batch.buffers().into_iter().flatten().filter_map(of).fold(0, u64::saturating_add)
+}
+
 /// Parts of the description of a table: a column has its name, its type, and pairs of keys and values.
 const MOST_PARTS: usize = 1 << 14;
+/// Bytes that the compressed columns of a message may be decompressed to, in a file however small.
+const MOST_INFLATED: usize = 32 << 20;
 /// How many times the parts of a description may share a byte, on average. Small ones share the layouts of their fields.
 const SHARED: usize = 8;
 
@@ -115,7 +142,7 @@ impl Batches {
     fn next(&mut self) -> Result<Option<RecordBatch>, String> {
         // If the table has no rows, one call reads both the schema and the mark.
         let whole = self.rest.as_slice().ends_with(&END);
-        let Some(batch) = self.decoder.decode(&mut self.rest).map_err(|error| undecoded(&error))? else {
+        let Some(batch) = self.decoder.decode(&mut self.rest).map_err(|error| error.to_string())? else {
             self.decoder.finish().map_err(|e| e.to_string())?;
             return if whole { Ok(None) } else { Err("it is cut: the mark at its end is missing".into()) };
         };
@@ -126,17 +153,6 @@ impl Batches {
             Some(field) => Err(format!("two columns are named {:?}", field.name())),
             None => Ok(Some(batch)),
         }
-    }
-}
-
-/// Why a batch is not decoded. The library is built without decompressors, and would name a feature of its own.
-fn undecoded(error: &ArrowError) -> String {
-    match error.to_string() {
-        text if text.contains("decompression requires") => {
-            let remedy = "write it uncompressed (pyarrow: compression=\"uncompressed\"), or as Parquet";
-            format!("its columns are compressed, and train-cli cannot decompress them; {remedy}")
-        }
-        text => text,
     }
 }
 

@@ -176,6 +176,8 @@ fn check(message: &mut Value) -> Result<bool, String> {
     match message.get("role").and_then(Value::as_str) {
         None => return Err("no \"role\"; a message needs \"role\" and \"content\"".into()),
         Some("system" | "user" | "assistant" | "tool") => {}
+        // OpenAI's newer name.
+        Some("developer") => message["role"] = "system".into(),
         Some(role) => return Err(format!("role {role:?} is unknown; use system, user, assistant or tool")),
     }
     if let Some(calls) = message.get_mut("tool_calls") {

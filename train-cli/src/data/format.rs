@@ -1,7 +1,7 @@
 //! Data formats: how a file becomes rows. A row is a conversation or a document; [`super::read`] makes samples of both. The
 //! rows of JSON formats are objects, which also stand in the rows of a table (`parquet.rs`).
 //!
-//! A new format is a variant of [`Format`]. The compiler then asks for it here.
+//! A new format is a variant of [`Format`]. The compiler then asks for it in `stored`.
 
 use crate::{
     data::{
@@ -93,19 +93,20 @@ pub(super) fn rows<'a>(
     content: &'a str,
     options: &'a RowOptions,
 ) -> Result<Box<dyn Iterator<Item = FoundRow<'a>> + 'a>, String> {
-    if let Some(row) = of_object(format) {
-        return Ok(Box::new(weighted(objects(content), row, options)));
-    }
-    if let Some(key) = &options.weight {
+    let stored = stored(format);
+    if let (Stored::Lines | Stored::Text, Some(key)) = (&stored, &options.weight) {
         return Err(format!("--weight-column {key}: rows of the format {} have no columns with names", format.name()));
     }
-    Ok(match (format, &options.separator) {
-        (Format::Tsv, _) => Box::new(tsv(content).map(|(line, row)| {
+    Ok(match (stored, &options.separator) {
+        (Stored::Objects(row), _) => Box::new(weighted(objects(content), row, options)),
+        (Stored::Lines, _) => Box::new(tsv(content).map(|(line, row)| {
             let row = row.map(|row| (row, 1.0)).map_err(Wrong::from);
             (Origin::of_line(line), row)
         })),
-        (_, None) => Box::new(std::iter::once((Origin::default(), Ok((Row::Document(content.into()), 1.0))))),
-        (_, Some(separator)) => {
+        (Stored::Text, None) => {
+            Box::new(std::iter::once((Origin::default(), Ok((Row::Document(content.into()), 1.0)))))
+        }
+        (Stored::Text, Some(separator)) => {
             let of = |(place, text): (Origin, &'a str)| (place, Ok((Row::Document(text.into()), 1.0)));
             Box::new(documents(content, separator).map(of))
         }
@@ -128,7 +129,7 @@ pub(super) fn table(
         (None, Some((place, Err(wrong)))) => return Err((*place, wrong.clone())),
         (None, None) => return Err((Origin::default(), NO_ROWS.to_owned().into())),
     };
-    let Some(row) = of_object(format) else {
+    let Stored::Objects(row) = stored(format) else {
         let text = "a table has rows with named columns; use the format of its rows, or leave --format out";
         return Err((Origin::default(), format!("--format {}: {text}", format.name()).into()));
     };
@@ -175,15 +176,25 @@ fn documents<'a>(content: &'a str, separator: &'a str) -> impl Iterator<Item = (
     })
 }
 
-/// How a JSON object becomes a row of this format. None for formats whose rows are no objects.
-fn of_object(format: Format) -> Option<OfObject> {
+/// How a file of a format holds its rows.
+enum Stored {
+    /// As JSON objects, each of which becomes a row by this function.
+    Objects(OfObject),
+    /// As lines with a tab.
+    Lines,
+    /// As one text, which a separator may divide into documents.
+    Text,
+}
+
+fn stored(format: Format) -> Stored {
     match format {
-        Format::Messages => Some(messages),
-        Format::Sharegpt => Some(sharegpt),
-        Format::Alpaca => Some(alpaca),
-        Format::Completion => Some(completion),
-        Format::Documents => Some(document),
-        Format::Tsv | Format::Text => None,
+        Format::Messages => Stored::Objects(messages),
+        Format::Sharegpt => Stored::Objects(sharegpt),
+        Format::Alpaca => Stored::Objects(alpaca),
+        Format::Completion => Stored::Objects(completion),
+        Format::Documents => Stored::Objects(document),
+        Format::Tsv => Stored::Lines,
+        Format::Text => Stored::Text,
     }
 }
 
@@ -191,17 +202,24 @@ type OfObject = fn(Map<String, Value>) -> Result<Row<'static>, String>;
 
 const NO_ROWS: &str = "no rows in it; each row is a training example";
 
+/// The keys by which the format of a JSON row is known: those that all of its rows have.
+const KNOWN: [(&[&str], Format); 5] = [
+    (&["messages"], Format::Messages),
+    (&["conversations"], Format::Sharegpt),
+    (&["instruction", "output"], Format::Alpaca),
+    (&["prompt", "completion"], Format::Completion),
+    (&["text"], Format::Documents),
+];
+
+/// Whether all rows of some format have this key.
+pub(super) fn is_needed(key: &str) -> bool {
+    KNOWN.iter().any(|(keys, _)| keys.contains(&key))
+}
+
 /// The format of a JSON row.
 fn by_keys(row: &Map<String, Value>) -> Result<Format, String> {
     let has = |keys: &[&str]| keys.iter().all(|key| row.contains_key(*key));
-    let known: [(&[&str], Format); 5] = [
-        (&["messages"], Format::Messages),
-        (&["conversations"], Format::Sharegpt),
-        (&["instruction", "output"], Format::Alpaca),
-        (&["prompt", "completion"], Format::Completion),
-        (&["text"], Format::Documents),
-    ];
-    known.into_iter().find(|(keys, _)| has(keys)).map(|(_, format)| format).ok_or_else(|| {
+    KNOWN.into_iter().find(|(keys, _)| has(keys)).map(|(_, format)| format).ok_or_else(|| {
         let keys: Vec<&str> = row.keys().map(String::as_str).collect();
         format!(
             "a row with the keys {keys:?} is of no known format; a row has \"messages\", or \"conversations\", or \

@@ -25,7 +25,7 @@ pub struct RowRecipe {
     /// Seed of what is drawn and of the order.
     #[serde(default)]
     pub seed: u64,
-    /// Number of rows; the counts of the templates are its parts.
+    /// Number of rows, which the templates share in proportion to their counts.
     pub count: Option<usize>,
     /// The order of the rows.
     #[serde(default)]

@@ -1,6 +1,9 @@
 //! The rows of a Parquet file, as the JSON objects that a `.jsonl` file of the same table would hold.
 
-use super::{format::Object, parquet_schema, table};
+use super::{
+    format::{self, Object},
+    parquet_schema, table,
+};
 use crate::CliError;
 use model_qwen3::{ModelError, file, limits};
 use parquet::{
@@ -21,7 +24,7 @@ pub(super) fn objects(path: &Path) -> Result<impl Iterator<Item = Object>, CliEr
         parquet_schema::check_levels(&file, size)?;
         SerializedFileReader::new(file).map_err(|e| e.to_string())
     };
-    let size_of_file = usize::try_from(size).unwrap_or(usize::MAX / (4 * MOST_COMPRESSED));
+    let size_of_file = usize::try_from(size).unwrap_or(usize::MAX / (4 * table::MOST_COMPRESSED));
     let memory = MEMORY + 2 * size_of_file;
     let refused = |limit| ModelError::limited(KIND, limit, |limit| bad(unreadable(limit)));
     let opened = limits::within(KIND, memory, open).map_err(refused)?;
@@ -43,7 +46,7 @@ pub(super) fn objects(path: &Path) -> Result<impl Iterator<Item = Object>, CliEr
         rows.map(|row| object(&row.map_err(|e| e.to_string())?))
     };
     // Pages stay in memory while one of their rows is read, and those of two row groups at a change of the group.
-    let pages = 2 * largest.min(MOST_COMPRESSED * size_of_file);
+    let pages = 2 * largest.min(table::MOST_COMPRESSED * size_of_file);
     let mut rows = limits::each_within(KIND, memory + table::MOST_TEXT + pages, make).map_err(refused)?;
     Ok(table::rows(KIND, move || match rows.next() {
         None => Ok(None),
@@ -52,7 +55,8 @@ pub(super) fn objects(path: &Path) -> Result<impl Iterator<Item = Object>, CliEr
 }
 
 fn object(row: &Row) -> Result<Map<String, Value>, String> {
-    if let Some((name, _)) = row.get_column_iter().find(|(_, field)| matches!(field, Field::Bytes(_))) {
+    let holds_bytes = |(name, field): &(&String, &Field)| matches!(field, Field::Bytes(_)) && format::is_needed(name);
+    if let Some((name, _)) = row.get_column_iter().find(holds_bytes) {
         return Err(format!("column {name:?} holds bytes; write it as text (in pyarrow: cast it to string)"));
     }
     Ok(fields(row))
@@ -62,8 +66,8 @@ fn fields(row: &Row) -> Map<String, Value> {
     row.get_column_iter().map(|(name, field)| (name.clone(), value(field))).collect()
 }
 
-/// A value of a row. The library would write bytes as base64, which nobody wants to train on: inside a column they are left
-/// out, as they are from an Arrow table.
+/// A value of a row. The library would write bytes as base64, which nobody wants to train on: they are left out, as they are from
+/// an Arrow table.
 fn value(field: &Field) -> Value {
     let key = |key: &Field| match value(key) {
         Value::String(text) => text,
@@ -86,8 +90,5 @@ fn unreadable(reason: impl std::fmt::Display) -> String {
 const KIND: &str = "Parquet";
 /// Bytes that opening a file may take, and reading a row of it, besides twice the size of the file and the pages of the row.
 const MEMORY: usize = 64 << 20;
-/// What a file says of the size of its pages counts up to this many times the size of the file, because a few bytes can say that
-/// they stand for gigabytes.
-const MOST_COMPRESSED: usize = 32;
 /// Rows whose values the library decodes together.
 const ROWS_AT_A_TIME: usize = 16;

@@ -356,7 +356,7 @@ impl RowReader<'_> {
 }
 
 /// How files begin that gzip, bzip2, xz, zstd and zip have made.
-const PACKED: [&[u8]; 5] = [b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd", b"PK\x03\x04"];
+const COMPRESSED: [&[u8]; 5] = [b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd", b"PK\x03\x04"];
 
 /// The text of a file, without a byte-order mark.
 fn text_of(path: &Path) -> Result<String, CliError> {
@@ -364,7 +364,7 @@ fn text_of(path: &Path) -> Result<String, CliError> {
     if bytes.starts_with(b"\xEF\xBB\xBF") {
         bytes.drain(..3);
     }
-    if PACKED.iter().any(|beginning| bytes.starts_with(beginning)) {
+    if COMPRESSED.iter().any(|beginning| bytes.starts_with(beginning)) {
         return Err(bad(
             path,
             None,

@@ -28,7 +28,7 @@ pub struct Origin {
     pub file: u32,
     /// The line, counted from 1; 0 if the file is one text.
     pub line: u32,
-    /// The number of the row in its file, counted from 1, if something stands before it in its line; otherwise 0.
+    /// The number of the row in its file, counted from 1, if it is not the first thing in its line; otherwise 0.
     pub row: u32,
 }
 

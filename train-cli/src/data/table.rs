@@ -14,6 +14,9 @@ const MOST_COLUMNS: usize = 256;
 const MOST_VALUES: usize = 1 << 20;
 /// Bytes of the texts of a row.
 pub(super) const MOST_TEXT: usize = 64 << 20;
+/// What a file says of the size of its decompressed parts counts up to this many times the size of the file, because a few bytes
+/// can say that they stand for gigabytes.
+pub(super) const MOST_COMPRESSED: usize = 32;
 
 /// Refuses a table of too many columns.
 ///
