@@ -6,7 +6,7 @@ use crate::support::{
     files::{names, ok, refused, run, tensors_of, tiny_model},
     golden, golden_bytes,
 };
-use backend_nvfp4::{GivenScale, LinearSpec, Precision, Recipe, Scaling, reference};
+use backend_nvfp4::{GivenScale, LinearSpec, MasterKind, Precision, Recipe, Scaling, reference};
 use model_qwen3::{
     ModelError,
     bytes::FloatType,
@@ -317,10 +317,25 @@ fn a_checkpoint_and_the_export_of_a_run_are_never_replaced() {
 /// Copies a folder that `export-hf` wrote in a library's format, and gives the input of each NVFP4 layer a tensor scale, as the
 /// library does for W4A4. `value` is what its file holds: the scale itself, or for compressed-tensors its reciprocal.
 fn with_input_scales(from: &Path, to: &Path, library: &str, value: f32) {
+    let (key, shape) = match library {
+        "modelopt" => ("input_scale", serde_json::json!([])),
+        _ => ("input_global_scale", serde_json::json!([1])),
+    };
+    with_numbers(from, to, |layers| {
+        assert_eq!(layers.len(), 14, "{layers:?}");
+        layers.iter().map(|layer| (format!("{layer}.{key}"), shape.clone(), value)).collect()
+    });
+}
+
+/// Copies such a folder, and adds f32 tensors of one number to its file: those that `added` makes of the names of the NVFP4 layers.
+fn with_numbers(from: &Path, to: &Path, added: impl Fn(&[String]) -> Vec<(String, Value, f32)>) {
     fs::create_dir(to).unwrap();
     for entry in fs::read_dir(from).unwrap() {
         let entry = entry.unwrap();
-        fs::copy(entry.path(), to.join(entry.file_name())).unwrap();
+        // The manifest would refuse the changed weights.
+        if entry.file_name() != "manifest.json" {
+            fs::copy(entry.path(), to.join(entry.file_name())).unwrap();
+        }
     }
     let path = to.join("model.safetensors");
     let file = fs::read(&path).unwrap();
@@ -329,15 +344,10 @@ fn with_input_scales(from: &Path, to: &Path, library: &str, value: f32) {
     let mut payload = file[8 + length..].to_vec();
     let layers: Vec<String> =
         header.keys().filter_map(|key| Some(key.strip_suffix(".weight_scale")?.to_owned())).collect();
-    assert_eq!(layers.len(), 14, "{layers:?}");
-    for layer in layers {
-        let (key, shape) = match library {
-            "modelopt" => ("input_scale", serde_json::json!([])),
-            _ => ("input_global_scale", serde_json::json!([1])),
-        };
+    for (key, shape, value) in added(&layers) {
         let offsets = [payload.len(), payload.len() + 4];
         let entry = serde_json::json!({"dtype": "F32", "shape": shape, "data_offsets": offsets});
-        header.insert(format!("{layer}.{key}"), entry);
+        header.insert(key, entry);
         payload.extend(value.to_le_bytes());
     }
     let header = Value::Object(header).to_string();
@@ -367,8 +377,7 @@ fn distance(a: &[f32], b: &[f32]) -> f64 {
 /// What is made of a folder with scales of activations has them too, or the program says that it has none. `fits` are the logits of
 /// the folder's model.
 fn scales_go_where_there_is_a_place_for_them(d: &Path, library: &str, wide: &str, fits: &[f32]) {
-    // An export for either library carries the scales over. (The weights were changed above.)
-    fs::remove_file(d.join(wide).join("manifest.json")).unwrap();
+    // An export for either library carries the scales over.
     let given = |folder: &str| -> Vec<f32> {
         let file = Container::open(&d.join(folder)).unwrap();
         let mut names = file.names();
@@ -403,6 +412,71 @@ fn scales_go_where_there_is_a_place_for_them(d: &Path, library: &str, wide: &str
         assert!(out.status.success() && stderr.contains("give the scales of activations"), "{words:?}: {stderr}");
     }
     assert!(given(&back).is_empty());
+}
+
+/// llm-compressor and nvidia-modelopt put scales for an 8-bit cache beside the weights. They change nothing, and the program says
+/// that it does not use them. A number that would change something is refused.
+#[test]
+fn scales_of_an_8_bit_cache_are_left_out() {
+    let dir = tempfile::tempdir().unwrap();
+    let d = dir.path();
+    tiny_model(&d.join("m"), true);
+    for (library, keys) in [
+        ("compressed-tensors", ["self_attn.k_scale", "self_attn.v_scale"]),
+        ("modelopt", ["self_attn.k_proj.k_scale", "self_attn.v_proj.v_scale"]),
+    ] {
+        ok(d, &["export-hf", "-m", "m", "-o", library, "--format", library, "--device", "cpu"]);
+        let (plain, scaled) = (d.join(library), d.join(format!("{library}-8")));
+        let numbers = |keys: &[&str]| -> Vec<_> {
+            let of = |key: &&str| (format!("model.layers.0.{key}"), serde_json::json!([1]), 0.5);
+            keys.iter().map(of).collect()
+        };
+        with_numbers(&plain, &scaled, |_| numbers(&keys));
+        assert_eq!(Container::open(&scaled).unwrap().names(), Container::open(&plain).unwrap().names());
+        assert_eq!(logits(&scaled, Recipe::W4), logits(&plain, Recipe::W4));
+        let folder = scaled.to_str().unwrap();
+        for command in [
+            &["generate", "-m", folder, "-p", "Who?", "--raw", "--max-new-tokens", "2", "--device", "cpu"][..],
+            &["convert", folder, "copy.dat", "--dtype", "nvfp4", "--overwrite"],
+        ] {
+            let out = run(d, command);
+            let stderr = String::from_utf8_lossy(&out.stderr);
+            let note = "note: the model's files have 2 scales for a KV cache in 8 bits, which are not used";
+            assert!(out.status.success() && stderr.contains(note), "{command:?}: {stderr}");
+        }
+        let other = d.join(format!("{library}-other"));
+        with_numbers(&plain, &other, |_| numbers(&["self_attn.o_proj.pre_quant_scale"]));
+        let said = refused(d, &["generate", "-m", other.to_str().unwrap(), "-p", "Who?", "--device", "cpu"], 6);
+        assert!(
+            said.contains("a tensor that this model does not have: model.layers.0.self_attn.o_proj.pre_quant"),
+            "{said}"
+        );
+    }
+}
+
+/// Training begins with the values that the library itself decodes: compressed-tensors divides by the reciprocal of the tensor
+/// scale, which rounds some values in another way.
+#[test]
+fn training_begins_with_the_values_of_the_library() {
+    let dir = tempfile::tempdir().unwrap();
+    let d = dir.path();
+    tiny_model(&d.join("m"), true);
+    for library in ["compressed-tensors", "modelopt"] {
+        ok(d, &["export-hf", "-m", "m", "-o", library, "--format", library, "--device", "cpu"]);
+        let file = Container::open(&d.join(library)).unwrap();
+        let config = Qwen3Config::from_file(&d.join(library).join("config.json")).unwrap();
+        let (spec, device) = (LinearSpec::new(Recipe::W4, Scaling::Two, Precision::F32), Default::default());
+        let model: Qwen3<Cpu> = weights::load(&file, &config, spec, Purpose::Train(MasterKind::F32), &device).unwrap();
+        let (live, mut differ) = (weights::Live::new(&model), 0);
+        for name in file.names() {
+            let Some(Stored::Packed { rows, cols, .. }) = file.stored(&name) else { continue };
+            let expected = file.dequantize_rows(&name, 0..rows).unwrap();
+            let multiplied = reference::dequantize(&file.read_packed(&name).unwrap(), rows, cols);
+            differ += expected.iter().zip(&multiplied).filter(|(a, b)| a != b).count();
+            assert!(live.read_rows(&name, 0..rows).unwrap() == expected, "{library}: {name}");
+        }
+        assert_eq!(differ > 0, library == "compressed-tensors", "{library}: {differ}");
+    }
 }
 
 #[test]
@@ -482,8 +556,6 @@ fn scales_of_activations_go_from_one_library_to_the_other() {
         ok(d, &["export-hf", "-m", "m", "-o", library, "--format", library, "--device", "cpu"]);
         let (given, kept) = (format!("{library}-given"), format!("{library}-kept"));
         with_input_scales(&d.join(library), &d.join(&given), library, value);
-        // The manifest is that of the weights without scales.
-        fs::remove_file(d.join(&given).join("manifest.json")).unwrap();
         ok(d, &["export-hf", "-m", &given, "-o", &kept, "--format", other, "--device", "cpu"]);
         let file = Container::open(&d.join(&kept)).unwrap();
         let scales: Vec<_> = file.names().iter().filter_map(|name| file.input_scale(name).unwrap()).collect();

@@ -74,6 +74,7 @@ struct RawConfig {
     use_sliding_window: Option<bool>,
     eos_token_id: Option<OneOrMany>,
     initializer_range: Option<f64>,
+    quantization_config: Option<serde_json::Value>,
 }
 
 /// Rotary angles as newer files describe them.
@@ -126,34 +127,15 @@ impl Qwen3Config {
         }
         check.off("attention_bias", raw.attention_bias)?;
         check.off("use_sliding_window", raw.use_sliding_window)?;
-        let scaled = |s: &serde_json::Value| !s.is_null() && s["rope_type"] != "default";
-        if let Some(scaling) = raw.rope_scaling.filter(scaled) {
+        let transforms = raw.quantization_config.as_ref().map(|quantization| &quantization["transform_config"]);
+        if let Some(transforms) = transforms.filter(|t| t.as_object().is_some_and(|t| !t.is_empty())) {
             return Err(check.bad(
-                "rope_scaling",
-                scaling,
-                "scaled rotary angles are not supported; use the model without rope_scaling",
+                "transform_config",
+                transforms,
+                "the weights are those of a model with rotated activations, which is not supported; use the model without rotations",
             ));
         }
-        let parameters = raw.rope_parameters.unwrap_or_default();
-        for kind in [&parameters.rope_type, &parameters.older_type].into_iter().flatten() {
-            check.only("rope_type", kind, "default", "scaled rotary angles are not supported")?;
-        }
-        if let Some((kind, value)) = parameters.rest.iter().find(|(_, value)| value.is_object()) {
-            let reason = format!("{kind:?} has angles of its own; all layers of a dense Qwen3 have the same");
-            return Err(check.bad("rope_parameters", value, reason));
-        }
-        for part in [raw.partial_rotary_factor, parameters.partial_rotary_factor].into_iter().flatten() {
-            if part != 1.0 {
-                return Err(check.bad("partial_rotary_factor", part, "Qwen3 rotates whole heads; it must be 1"));
-            }
-        }
-        let theta = match (raw.rope_theta, parameters.rope_theta) {
-            (Some(a), Some(b)) if a != b => {
-                return Err(check.bad("rope_theta", a, format!("rope_parameters says {b}; make both equal")));
-            }
-            (a, b) => a.or(b).unwrap_or(10_000.0),
-        };
-
+        let theta = rope_theta(&raw, &check)?;
         let heads = check.size("num_attention_heads", raw.num_attention_heads, MOST_HEADS)?;
         let hidden = check.size("hidden_size", raw.hidden_size, WIDEST)?;
         let config = Self {
@@ -224,6 +206,43 @@ impl Qwen3Config {
         let block = 2 * d * q + 2 * d * kv + 3 * d * self.intermediate_size + 2 * d + 2 * e;
         let embeddings = if self.tie_word_embeddings { 1 } else { 2 };
         self.num_hidden_layers * block + embeddings * self.vocab_size * d + d
+    }
+}
+
+/// The base of the rotary angles.
+///
+/// # Errors
+/// If the angles are scaled, or two fields contradict each other.
+fn rope_theta(raw: &RawConfig, check: &Checker) -> Result<f64, ModelError> {
+    // Older files have `type`.
+    let kind = |s: &serde_json::Value| s.get("rope_type").or_else(|| s.get("type")).cloned();
+    let scaled = |s: &serde_json::Value| !s.is_null() && kind(s).is_none_or(|kind| kind != "default");
+    if let Some(scaling) = raw.rope_scaling.as_ref().filter(|s| scaled(s)) {
+        return Err(check.bad(
+            "rope_scaling",
+            scaling,
+            "scaled rotary angles are not supported; use the model without rope_scaling",
+        ));
+    }
+    let none = RopeParameters::default();
+    let parameters = raw.rope_parameters.as_ref().unwrap_or(&none);
+    for kind in [&parameters.rope_type, &parameters.older_type].into_iter().flatten() {
+        check.only("rope_type", kind, "default", "scaled rotary angles are not supported")?;
+    }
+    if let Some((kind, value)) = parameters.rest.iter().find(|(_, value)| value.is_object()) {
+        let reason = format!("{kind:?} has angles of its own; all layers of a dense Qwen3 have the same");
+        return Err(check.bad("rope_parameters", value, reason));
+    }
+    for part in [raw.partial_rotary_factor, parameters.partial_rotary_factor].into_iter().flatten() {
+        if part != 1.0 {
+            return Err(check.bad("partial_rotary_factor", part, "Qwen3 rotates whole heads; it must be 1"));
+        }
+    }
+    match (raw.rope_theta, parameters.rope_theta) {
+        (Some(a), Some(b)) if a != b => {
+            Err(check.bad("rope_theta", a, format!("rope_parameters says {b}; make both equal")))
+        }
+        (a, b) => Ok(a.or(b).unwrap_or(10_000.0)),
     }
 }
 
@@ -308,12 +327,27 @@ mod tests {
         assert!(parse("{").is_err());
     }
 
+    /// The weights of a model whose activations another library rotates are of no use without the rotations.
+    #[test]
+    fn rotated_activations_are_refused() {
+        let with = |value: &str| {
+            let field = format!(r#""vocab_size":512,"quantization_config":{{"transform_config":{value}}}"#);
+            parse(&GOOD.replace("\"vocab_size\":512", &field))
+        };
+        let error = with(r#"{"config_groups":{"u":{"type":"hadamard"}}}"#).unwrap_err().to_string();
+        assert!(error.contains("transform_config") && error.contains("rotated"), "{error}");
+        assert!(with("{}").is_ok() && with("null").is_ok());
+        let neutral = GOOD.replace("\"vocab_size\":512", r#""vocab_size":512,"rope_scaling":{"type":"default"}"#);
+        assert!(parse(&neutral).is_ok());
+    }
+
     /// Every type of `ROPE_INIT_FUNCTIONS` in transformers but "default", in each spelling that its versions have written.
     #[test]
     fn scaled_rotary_angles_are_refused_by_name() {
         let with = |field: &str| parse(&GOOD.replace("\"vocab_size\":512", &format!("\"vocab_size\":512,{field}")));
         for kind in ["linear", "dynamic", "yarn", "longrope", "llama3", "proportional", "su", "mrope", "unheard-of"] {
             for field in [
+                format!(r#""rope_scaling":{{"rope_type":"{kind}","type":"default","factor":4.0}}"#),
                 format!(r#""rope_scaling":{{"rope_type":"{kind}","factor":4.0}}"#),
                 format!(r#""rope_scaling":{{"type":"{kind}","factor":4.0}}"#),
             ] {

@@ -36,6 +36,7 @@ pub struct Container {
     shards: Vec<SafeFile>,
     slots: Vec<Slot>,
     by_name: HashMap<String, usize>,
+    cache_scales: usize,
 }
 
 #[derive(Debug)]
@@ -83,7 +84,8 @@ impl Container {
         for (i, shard) in shards.iter().enumerate() {
             entries.extend(shard.entries().iter().map(|e| (e.name.clone(), ContainerEntry::Safe(i, e.clone()))));
         }
-        let mut container = Self { path: path.to_owned(), dat, shards, slots: vec![], by_name: HashMap::new() };
+        let mut container =
+            Self { path: path.to_owned(), dat, shards, slots: vec![], by_name: HashMap::new(), cache_scales: 0 };
         container.find_tensors(&entries)?;
         Ok(container)
     }
@@ -121,6 +123,10 @@ impl Container {
         for (key, entry) in entries {
             if inputs.contains(key) {
                 continue; // The entry of the codes takes it in.
+            }
+            if names::is_cache_scale(key) && entry.is_one_number() {
+                self.cache_scales += 1;
+                continue;
             }
             let slot = match entry.part(key) {
                 None => self.dense(key, entry)?,
@@ -198,6 +204,11 @@ impl Container {
             Some(e) => return Err(bad(format!("its tensor scale has shape {:?}; one f32 is needed", e.shape()))),
         };
         Ok(Slot { name, stored: Stored::Packed { rows, cols, scaling }, entries, input: None, reciprocal: false })
+    }
+
+    /// Number of scales for a KV cache in 8 bits that the files hold beside the weights. They are no tensors of the model.
+    pub fn cache_scales(&self) -> usize {
+        self.cache_scales
     }
 
     /// The safetensors files, if the tensors come from such.
@@ -327,6 +338,10 @@ impl Tensors for Container {
         })
     }
 
+    fn divides(&self, name: &str) -> bool {
+        self.slot(name).is_ok_and(|slot| slot.reciprocal)
+    }
+
     fn reciprocal_scale(&self, name: &str, packed: &Packed) -> Result<f32, ModelError> {
         let slot = self.slot(name)?;
         // The file's own value, which a reciprocal of the reciprocal may miss.
@@ -385,6 +400,11 @@ impl ContainerEntry {
             Self::Dat(entry) => &entry.dims,
             Self::Safe(_, entry) => &entry.shape,
         }
+    }
+
+    /// Whether the entry is a single float.
+    fn is_one_number(&self) -> bool {
+        matches!(self.content(), FileContent::Floats(_)) && self.shape().iter().all(|&size| size == 1)
     }
 
     /// If the entry with this key holds codes: the key of the tensor scale of the activations that these multiply.

@@ -145,6 +145,20 @@ pub(crate) fn input_scale_in_gguf(name: &str) -> String {
     format!("{}{GGUF_INPUT_SCALE}", layer(name))
 }
 
+/// Whether a key is that of a scale for a KV cache in 8 bits, which llm-compressor and nvidia-modelopt put beside the weights.
+pub(crate) fn is_cache_scale(key: &str) -> bool {
+    const ENDS: [&str; 7] = [
+        ".self_attn.q_scale",
+        ".self_attn.k_scale",
+        ".self_attn.v_scale",
+        ".self_attn.k_proj.k_scale",
+        ".self_attn.v_proj.v_scale",
+        ".self_attn.k_proj.output_scale",
+        ".self_attn.v_proj.output_scale",
+    ];
+    ENDS.iter().any(|end| key.ends_with(end))
+}
+
 /// What an entry of a GGUF file is of the tensor that it belongs to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum GgufPart {

@@ -132,6 +132,12 @@ pub trait Tensors: Sync {
         Ok(reference::dequantize(&self.read_packed_rows(name, rows.clone())?, rows.len(), cols))
     }
 
+    /// Whether the library whose format the file has divides by the reciprocal of this NVFP4 tensor's scale, so that the values of
+    /// [`Self::dequantize_rows`] are rounded in another way than those of [`Self::read_packed`].
+    fn divides(&self, _name: &str) -> bool {
+        false
+    }
+
     /// The reciprocal of an NVFP4 tensor's scale, for files that hold that.
     ///
     /// # Errors

@@ -136,6 +136,10 @@ impl ModelFiles {
     /// If there are none or they are broken.
     pub fn open_weights(&self, config: &Qwen3Config) -> Result<Container, ModelError> {
         let weights = Container::open(&self.weights)?;
+        if weights.cache_scales() > 0 {
+            let scales = report::count(weights.cache_scales(), "scale");
+            report::line(format!("note: the model's files have {scales} for a KV cache in 8 bits, which are not used"));
+        }
         if config.tie_word_embeddings { weights.without_copied_head() } else { Ok(weights) }
     }
 }

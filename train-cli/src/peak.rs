@@ -4,7 +4,8 @@ use crate::{device, settings::DeviceChoice};
 use cudarc::driver::CudaContext;
 
 /// Words of a card's name, and TFLOP/s. A card has the first entry of which its name has all words. The figures are those of
-/// NVIDIA's data sheets, for some cards of the architecture's white paper; those with sparsity are halved.
+/// NVIDIA's data sheets, for some cards of the architecture's white paper; those with sparsity are halved. (Of GB10, in a DGX Spark,
+/// NVIDIA gives no figure for bf16.)
 const CARDS: [(&[&str], f64); 14] = [
     (&["B200"], 2250.0),
     (&["H200", "NVL"], 835.0),
@@ -22,6 +23,9 @@ const CARDS: [(&[&str], f64); 14] = [
     (&["RTX", "3090"], 71.0),
 ];
 
+/// Words with which a name means another card, or a part of one.
+const OTHERS: [&str; 7] = ["Laptop", "Mobile", "Max", "Ti", "SUPER", "D", "MIG"];
+
 /// The name of a CUDA device and its peak in TFLOP/s, if it is in the table.
 pub fn of(device: DeviceChoice) -> Option<(String, f64)> {
     let DeviceChoice::Cuda(index) = device::resolved(device) else { return None };
@@ -33,6 +37,9 @@ pub fn of(device: DeviceChoice) -> Option<(String, f64)> {
 
 fn by_name(name: &str) -> Option<f64> {
     let words: Vec<&str> = name.split([' ', '-']).collect();
+    if words.iter().any(|word| OTHERS.contains(word)) {
+        return None;
+    }
     CARDS.iter().find(|(wanted, _)| wanted.iter().all(|word| words.contains(word))).map(|(_, peak)| *peak)
 }
 
@@ -54,6 +61,11 @@ mod tests {
             ("NVIDIA GeForce RTX 4090", Some(165.0)),
             ("NVIDIA GeForce RTX 4090D", None),
             ("NVIDIA GeForce RTX 3060", None),
+            ("NVIDIA GeForce RTX 3090 Ti", None),
+            ("NVIDIA GeForce RTX 4090 D", None),
+            ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+            ("NVIDIA H200 MIG 1g.18gb", None),
+            ("NVIDIA GB10", None),
         ] {
             assert_eq!(by_name(name), peak, "{name}");
         }

@@ -73,6 +73,9 @@ impl<B: Nvfp4Kernels> Forge<'_, B> {
                     let data = TensorData::from_bytes_vec(data, part, stored);
                     Tensor::<B, 2>::from_data(data, (self.device, stored)).cast(dtype)
                 }
+                None if tensors.divides(name) => {
+                    self.converted(tensors.dequantize_rows(name, range.clone())?, part, form)
+                }
                 None => self.converted(tensors.read_rows(name, range.clone())?, part, form),
             };
             tensor = tensor.slice_assign([range, 0..width], rows);

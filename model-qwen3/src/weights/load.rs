@@ -114,7 +114,7 @@ impl<B: Nvfp4Kernels> Loader<'_, B> {
         Ok(found)
     }
 
-    /// Uploads a dense matrix of the file.
+    /// Uploads a matrix of the file as floats.
     fn dense(&self, name: &str, shape: [usize; 2], form: DenseForm) -> Result<Tensor<B, 2>, ModelError> {
         self.forge.upload(self.tensors, name, shape, form)
     }
@@ -147,7 +147,9 @@ impl<B: Nvfp4Kernels> Source<B> for Loader<'_, B> {
     }
 
     fn matrix(&mut self, name: &str, shape: [usize; 2]) -> Result<Param<Tensor<B, 2>>, ModelError> {
-        if let Stored::Packed { .. } = self.expect(name, &shape)? {
+        if let Stored::Packed { .. } = self.expect(name, &shape)?
+            && !self.tensors.divides(name)
+        {
             let values = self.packed(name, shape)?.dequantize(DType::F32);
             return self.forge.matrix(values);
         }
@@ -179,6 +181,10 @@ impl<B: Nvfp4Kernels> Source<B> for Loader<'_, B> {
                 let roomy = reference::with_room(packed, rows, cols);
                 let weight = Nvfp4Tensor::new(roomy, rows, cols, self.forge.device).map_err(ModelError::nvfp4(name))?;
                 Ok(self.forge.packed_master(weight))
+            }
+            (Some(_), Stored::Packed { .. }) if self.tensors.divides(name) => {
+                let values = self.dense(name, shape, DenseForm { dtype: DType::F32, through_bf16: false })?;
+                self.forge.linear(values)
             }
             (Some(_), Stored::Packed { .. }) => {
                 let values = self.packed(name, shape)?.dequantize(DType::F32);
