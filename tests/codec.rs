@@ -8,7 +8,7 @@ use burn_cubecl::{CubeRuntime, tensor::CubeTensor};
 use half::{bf16, f16};
 use kernels_cubecl::{
     dequantize::dequantize,
-    matmul::PackedArgs,
+    operands::PackedArgs,
     quantize::{BlockShape, QuantizeOutput, QuantizeSpec, Rounding, Scaling, View, quantize},
 };
 use safetensors::SafeTensors;

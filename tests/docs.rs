@@ -302,9 +302,9 @@ fn the_cli_reference_is_the_programs_own_help() {
 #[test]
 fn the_list_of_unsafe_code_is_that_of_the_sources() {
     let mut listed = String::from(
-        "# Unsafe code\n\nAll of it is in `kernels-cubecl`; the other crates forbid it. CubeCL declares a launch unsafe, because a \
-         kernel may\naccess memory that is not its own, and an argument of a launch, because its length is not checked. Each \
-         reason is the\ncomment at its place.\n\n| file | why it is sound |\n|---|---|\n",
+        "# Unsafe code\n\nAll of it is in `kernels-cubecl`; the other crates forbid it. CubeCL declares two things unsafe: \
+         a\nlaunch, because a kernel may access memory that is not its own; and an argument of a launch, because its length \
+         is\nnot checked. Each reason is copied from the comment in the code.\n\n| file | why it is sound |\n|---|---|\n",
     );
     for file in sources(&root()).into_iter().collect::<BTreeSet<_>>() {
         let text = read(&root().join(&file));

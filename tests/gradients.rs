@@ -114,7 +114,7 @@ fn sharing<B: Nvfp4Kernels>(device: B::Device) {
                     let given = w.iter().zip(of).map(|(w, &i)| {
                         let weight = if frozen == Some(i) {
                             let w = w.clone().inner().into_primitive().tensor();
-                            LayerWeight::Packed { codes: B::nvfp4_quantize(w, spec.weights()), gradient: None }
+                            LayerWeight::Packed { packed: B::nvfp4_quantize(w, spec.weights()), gradient: None }
                         } else {
                             LayerWeight::Dense(w.clone().into_primitive().tensor())
                         };

@@ -12,8 +12,8 @@ use kernels_cubecl::{
     cuda_text::hopper,
     gemm::{self, Gemm, GemmShape},
     gemv::{self, Gemv},
-    matmul::PackedArgs,
     mma,
+    operands::PackedArgs,
 };
 
 /// How far a sum of a few hundred terms in f32 may be from f64.

@@ -423,7 +423,7 @@ fn activations<R: CubeRuntime>() {
             ] {
                 let expected = B::<R>::nvfp4_quantize(made.values, spec.activations());
                 let host = |p| Nvfp4Tensor::<B<R>>::from_primitive(p).to_packed().unwrap();
-                let (got, expected) = (host(made.codes.unwrap()), host(expected));
+                let (got, expected) = (host(made.packed.unwrap()), host(expected));
                 assert_eq!(got.global.to_bits(), expected.global.to_bits(), "{name} {rows}x{cols} {dtype:?}");
                 assert!(got.codes == expected.codes && got.scales == expected.scales, "{name} {rows}x{cols} {dtype:?}");
             }

@@ -131,7 +131,7 @@ fn stepper<B: Nvfp4Kernels + DeviceServices>(
         pool: Pool::new(None, 0, 0),
         undo: false,
         clipping: Clipping { clip: Clip::Exact, max_norm, last_norm: None },
-        buffer: DType::F32,
+        sums_dtype: DType::F32,
         optimizer: optimizer(master, state),
         seed: SEED,
         accumulation: 4,
@@ -246,7 +246,7 @@ fn flat<B: Nvfp4Kernels + DeviceServices>(values: &FloatTensor<B>) -> Vec<f32> {
 
 /// The sum of a parameter's gradients: what the optimizer would get. It stays among the sums.
 fn sum_of<B: Nvfp4Kernels>(gathered: &mut Gathered<B>, id: ParamId) -> Option<FloatTensor<B>> {
-    let fate = Fate::Apply { rate: Rate { lr: LR, clip_factor: 1.0 }, measured: true };
+    let fate = Fate::Apply { rate: Rate { lr: LR, clip_factor: 1.0 }, norm_is_known: true };
     let sum = gathered.settle(id, None, fate)?.0.gradient;
     gathered.settle(id, Some(Gradient::unmeasured(sum.clone())), Fate::Gather);
     Some(sum)
@@ -359,7 +359,7 @@ fn trained(
                 let grad_norm = pass.gathered.norm().unwrap().unwrap();
                 let clipping = Clipping { clip: Clip::Exact, max_norm, last_norm: None };
                 let rate = Rate { lr: LR, clip_factor: clipping.clip_factor(Some(grad_norm)) };
-                pass.fate = Fate::Apply { rate, measured: true };
+                pass.fate = Fate::Apply { rate, norm_is_known: true };
                 net.update(|model| pass.walk(ModuleGradients::default()).model(model));
                 Stepped { loss, grad_norm }
             })
@@ -461,7 +461,7 @@ fn clipped_by_hand(scale: impl Fn(&[f64]) -> f64) -> (Named, Vec<f64>) {
         let ids = fields(net.model()).into_iter().map(|(_, field)| field.id().unwrap());
         let grads = ids.flat_map(|id| flat::<Cpu>(&sum_of(&mut pass.gathered, id).unwrap()));
         norms.push(grads.map(|g| f64::from(g).powi(2)).sum::<f64>().sqrt());
-        pass.fate = Fate::Apply { rate: Rate { lr: LR, clip_factor: scale(&norms) }, measured: true };
+        pass.fate = Fate::Apply { rate: Rate { lr: LR, clip_factor: scale(&norms) }, norm_is_known: true };
         net.update(|model| pass.walk(ModuleGradients::default()).model(model));
     }
     (values(&net), norms)

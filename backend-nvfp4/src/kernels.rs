@@ -22,7 +22,7 @@ use burn::tensor::{
 };
 use kernels_cubecl::{
     adamw::{AdamwStep, Master},
-    matmul::Product,
+    operands::Product,
     quantize::QuantizeSpec,
     rng::Stream,
 };
@@ -360,8 +360,8 @@ pub struct HeadWeightGradient<B: Backend> {
 impl<B: Nvfp4Kernels> Activations<B> {
     /// Quantizes `values` if layers of this specification multiply codes, and all rows share a tensor scale.
     pub(crate) fn quantized(values: FloatTensor<B>, spec: LinearSpec) -> Self {
-        let codes = spec.codes_activations().then(|| B::nvfp4_quantize(values.clone(), spec.activations()));
-        Self { values, codes }
+        let packed = spec.quantizes_early().then(|| B::nvfp4_quantize(values.clone(), spec.activations()));
+        Self { values, packed }
     }
 }
 

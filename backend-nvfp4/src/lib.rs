@@ -66,7 +66,7 @@ pub use kernels::{
 pub use kernels_cubecl::{
     adamw::{AdamwStep, Master, STATE_BLOCK},
     bench, host_memory, layout,
-    matmul::Product,
+    operands::Product,
     quantize::{self, BlockShape, QuantizeSpec, Rounding, Scaling, View},
     rng::Stream,
 };

@@ -77,12 +77,12 @@ impl<B: Nvfp4Backend> Nvfp4Linear<B> {
             Self::Dense(w) => LinearLayer { weight: dense(w), spec: spec.unquantized() },
             Self::Packed(PackedWeight { weight, input }) => {
                 let activation_scale = input.map_or(spec.activation_scale, ActivationScale::Given);
-                let weight = LayerWeight::Packed { codes: weight.primitive(), gradient: None };
+                let weight = LayerWeight::Packed { packed: weight.primitive(), gradient: None };
                 LinearLayer { weight, spec: LinearSpec { activation_scale, ..spec } }
             }
             Self::PackedMaster(PackedMaster { gradient, weight }) => {
                 let gradient = Some(primitive(gradient.val()));
-                LinearLayer { weight: LayerWeight::Packed { codes: weight.primitive(), gradient }, spec }
+                LinearLayer { weight: LayerWeight::Packed { packed: weight.primitive(), gradient }, spec }
             }
         }
     }

@@ -28,7 +28,7 @@ use kernels_cubecl::{
     bench,
     e4m3::BYTES_PER_WORD,
     hadamard::SIGNS,
-    matmul::Product,
+    operands::Product,
     quantize::{QuantizeSpec, View},
     rng::Stream,
 };

@@ -66,13 +66,13 @@ pub trait Nvfp4Backend: Backend {
     fn token_rows(w: FloatTensor<Self>, ids: IntTensor<Self>, dtype: DType) -> FloatTensor<Self>;
 }
 
-/// What linear layers read: activations `[M, K]`, with their NVFP4 codes where an operation has made them already.
+/// What linear layers read: activations `[M, K]`, also quantized where an operation has done that already.
 #[derive(Debug, Clone)]
 pub struct Activations<B: Backend> {
     /// The values in the dtype of the specification.
     pub values: FloatTensor<B>,
-    /// The values quantized along K. Layers that multiply codes make them if there are none.
-    pub codes: Option<Nvfp4Primitive<B>>,
+    /// The values quantized along K. Layers that multiply codes quantize them if nothing has.
+    pub packed: Option<Nvfp4Primitive<B>>,
 }
 
 impl<B: Backend> Activations<B> {
@@ -84,7 +84,7 @@ impl<B: Backend> Activations<B> {
 
 impl<B: Backend> From<Tensor<B, 2>> for Activations<B> {
     fn from(x: Tensor<B, 2>) -> Self {
-        Self { values: primitive(x), codes: None }
+        Self { values: primitive(x), packed: None }
     }
 }
 
@@ -102,12 +102,12 @@ pub struct LinearLayer<B: Backend> {
 pub enum LayerWeight<B: Backend> {
     /// Float values, which the recipe quantizes.
     Dense(FloatTensor<B>),
-    /// NVFP4 codes.
+    /// An NVFP4 matrix.
     Packed {
-        /// The codes.
-        codes: Nvfp4Primitive<B>,
-        /// The float tensor `[N, K]` that takes the gradient of the codes, because autodiff knows no gradient of integers. Its
-        /// values are never read. `None` if the codes are not trained.
+        /// The matrix.
+        packed: Nvfp4Primitive<B>,
+        /// The float tensor `[N, K]` that takes the gradient of the matrix, because autodiff knows no gradient of integers. Its
+        /// values are never read. `None` if the matrix is not trained.
         gradient: Option<FloatTensor<B>>,
     },
 }
@@ -117,7 +117,7 @@ impl<B: Backend> LayerWeight<B> {
     pub fn dims(&self) -> [usize; 2] {
         match self {
             Self::Dense(w) => w.shape().dims(),
-            Self::Packed { codes, .. } => codes.dims(),
+            Self::Packed { packed, .. } => packed.dims(),
         }
     }
 }

@@ -208,8 +208,8 @@ impl LinearSpec {
         QuantizeSpec { rounding, ..self.activations() }
     }
 
-    /// Whether the operation that makes activations also makes the codes that layers multiply.
-    pub(crate) fn codes_activations(&self) -> bool {
+    /// Whether the operation that makes activations also quantizes them for the layers that read them.
+    pub(crate) fn quantizes_early(&self) -> bool {
         self.recipe.packs_activations() && self.activation_scale == ActivationScale::AllRows
     }
 

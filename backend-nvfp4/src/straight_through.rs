@@ -13,7 +13,7 @@ use crate::{
     recipe::{ActivationScale, LinearSpec, Recipe},
 };
 use burn::tensor::{DType, FloatDType, Shape, TensorMetadata, backend::Backend, ops::FloatTensor};
-use kernels_cubecl::matmul::Product;
+use kernels_cubecl::operands::Product;
 
 /// What the backward of linear layers reads: the operands that the forward multiplied.
 #[derive(Debug, Clone)]
@@ -40,7 +40,7 @@ pub(crate) fn forward<B: Nvfp4Kernels>(
         ActivationScale::EachRow => Operand::Dense(B::nvfp4_rounded_rows(x.values.clone())),
         ActivationScale::Given(scale) => Operand::Dense(B::nvfp4_rounded_by(x.values.clone(), scale)),
         ActivationScale::AllRows => {
-            Operand::Packed(x.codes.unwrap_or_else(|| B::nvfp4_quantize(x.values.clone(), spec.activations())))
+            Operand::Packed(x.packed.unwrap_or_else(|| B::nvfp4_quantize(x.values.clone(), spec.activations())))
         }
     };
     let ys = if spec.newest_tokens {
@@ -69,7 +69,7 @@ fn weights<B: Nvfp4Kernels>(layers: Vec<LinearLayer<B>>, spec: LinearSpec) -> Ve
         LayerWeight::Dense(w) => {
             Operand::Packed(together.next().unwrap_or_else(|| B::nvfp4_quantize(w, spec.weights())))
         }
-        LayerWeight::Packed { codes, .. } => Operand::Packed(codes),
+        LayerWeight::Packed { packed, .. } => Operand::Packed(packed),
     };
     layers.into_iter().map(weight).collect()
 }

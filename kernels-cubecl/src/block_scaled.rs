@@ -17,8 +17,9 @@
 
 use crate::{
     error::{KernelError, index, require},
-    matmul::{PackedArgs, PackedBuffers, matmul_packed_packed},
+    matmul::matmul_packed_packed,
     mma::{Pair, UNITS, zero_sums},
+    operands::{PackedArgs, PackedBuffers},
 };
 use cubecl::{
     cmma::MmaDefinition,

@@ -12,7 +12,7 @@ use crate::{
     device::{bit_casts, flat_launch, sequence, vector_size},
     error::{KernelError, expect_len},
     layout::{code_of, words_per_row},
-    matmul::PackedArgs,
+    operands::PackedArgs,
 };
 use cubecl::{
     ir::{ElemType, FloatKind},

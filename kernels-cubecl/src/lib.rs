@@ -7,6 +7,7 @@
 //! | file | what it computes |
 //! |---|---|
 //! | [`layout`] | positions of codes and scales: nibble order and block length |
+//! | [`operands`] | what products read: the storage order of operands, and the buffers of a packed matrix |
 //! | `codec` | E2M1 and E4M3 to and from f32, by integer operations |
 //! | [`rng`], [`mod@normal`] | the random bits of stochastic rounding (Philox4x32-10), and normal random numbers |
 //! | [`quantize`] | a dense matrix to codes, block scales and tensor scale |
@@ -107,6 +108,7 @@ pub mod mma;
 pub mod normal;
 #[cfg(test)]
 mod once;
+pub mod operands;
 pub mod penalty;
 pub mod quantize;
 mod reduce;

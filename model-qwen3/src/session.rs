@@ -108,6 +108,11 @@ impl<'a, B: Nvfp4Kernels> Session<'a, B> {
         self.cache.share(&self.ids[..self.of_prompt], true);
     }
 
+    /// The device of the model.
+    pub fn device(&self) -> B::Device {
+        self.model.device()
+    }
+
     /// Number of tokens in the cache.
     pub fn tokens(&self) -> usize {
         self.ids.len()
@@ -136,8 +141,8 @@ impl<'a, B: Nvfp4Kernels> Session<'a, B> {
         while !answering.has_ended() {
             let reads = answering.reads_prompt();
             let token = step(&mut [(&mut *self, &mut answering)])?.pop().flatten();
-            let read = reads.then(|| Progress::Read(self.tokens()));
-            let goes_on = read.into_iter().chain(token.map(Progress::Token)).all(|news| progress(news).is_continue());
+            let chunk = reads.then(|| Progress::Read(self.tokens()));
+            let goes_on = chunk.into_iter().chain(token.map(Progress::Token)).all(|news| progress(news).is_continue());
             if !goes_on {
                 answering.end(StopReason::Caller);
             }
@@ -157,7 +162,7 @@ impl<'a, B: Nvfp4Kernels> Session<'a, B> {
         }
         let new = if ids.len() == 1 { NewTokens::Answer } else { NewTokens::Prompt(ids.len()) };
         let model = self.model;
-        let logits = to_host(model.logits_cached(read(&mut [(self, ids, new)])?))?;
+        let logits = to_host(model.logits_cached(read_together(&mut [(self, ids, new)])?))?;
         if logits.iter().any(|x| x.is_nan()) { Err(ModelError::NotANumber) } else { Ok(logits) }
     }
 
@@ -181,7 +186,7 @@ pub struct Answering<B: Backend> {
     /// The prompt, and the answer so far.
     ids: Vec<u32>,
     /// How many of them the session has read.
-    read: usize,
+    read_count: usize,
     prompt: usize,
     options: GenerateOptions,
     /// The tokens of `ids`, if they are penalized.
@@ -206,12 +211,12 @@ impl<B: Nvfp4Kernels> Answering<B> {
         if prompt.is_empty() {
             return Err(ModelError::Tokenizer("the prompt has no tokens".into()));
         }
-        let read = session.rewind(session.cached(prompt));
+        let read_count = session.rewind(session.cached(prompt));
         let mut seen = options.sampling.penalizes().then(|| Seen::new(session.model.config().vocab_size));
         seen.iter_mut().for_each(|seen| seen.extend(prompt));
         Ok(Self {
             ids: prompt.to_vec(),
-            read,
+            read_count,
             prompt: prompt.len(),
             options: options.clone(),
             seen,
@@ -223,9 +228,14 @@ impl<B: Nvfp4Kernels> Answering<B> {
         })
     }
 
+    /// Whether a chunk of the prompt is read next.
+    pub fn reads_chunk(&self) -> bool {
+        self.next.is_none() && !self.chunk().is_empty()
+    }
+
     /// Whether tokens of the prompt are read next.
     pub fn reads_prompt(&self) -> bool {
-        self.read < self.prompt
+        self.read_count < self.prompt
     }
 
     /// Whether the host has waited for everything that was computed from the prompt: only then would it know of NaN in it.
@@ -260,8 +270,8 @@ impl<B: Nvfp4Kernels> Answering<B> {
     /// The tokens of the prompt to be read next: the rest of a chunk, but not the last token. That one is read like a token of the
     /// answer, so that a prompt whose other tokens are cached costs no more than such a token.
     fn chunk(&self) -> &[u32] {
-        let chunk_end = (self.read / PREFILL_CHUNK + 1) * PREFILL_CHUNK;
-        self.ids.get(self.read..chunk_end.min(self.prompt - 1)).unwrap_or_default()
+        let chunk_end = (self.read_count / PREFILL_CHUNK + 1) * PREFILL_CHUNK;
+        self.ids.get(self.read_count..chunk_end.min(self.prompt - 1)).unwrap_or_default()
     }
 
     /// The token that the session is to read next, if it has read, or is reading, all tokens before it.
@@ -269,7 +279,7 @@ impl<B: Nvfp4Kernels> Answering<B> {
         if self.reads_ahead(session) {
             return self.drawn().map(|(drawn, row)| Newest::Drawn(drawn, row));
         }
-        let is_next = self.next.is_none() && self.read + 1 == self.ids.len();
+        let is_next = self.next.is_none() && self.read_count + 1 == self.ids.len();
         self.ids.last().filter(|_| is_next).map(|id| Newest::Known(*id))
     }
 
@@ -312,7 +322,7 @@ impl<B: Nvfp4Kernels> Answering<B> {
         let token = self.receive(next.wait()?);
         if let (Some(id), Some(ahead)) = (token, ahead) {
             session.ids.push(id);
-            self.read += 1;
+            self.read_count += 1;
             self.next = Some(ahead);
         }
         Ok(token)
@@ -363,6 +373,12 @@ type Part<'p, 's, B> = (&'p mut Session<'s, B>, &'p mut Answering<B>);
 /// host knows it, so that the device does not wait for the host: the first token of an answer is then returned one step later.
 /// Returns the new token of each answer that has one.
 ///
+/// | step | reads | the device draws | the host waits for, and returns |
+/// |---|---|---|---|
+/// | 1 | the last token of the prompt | token 1 (`next`) | nothing |
+/// | 2 | token 1, which only the device knows | token 2 (`ahead`) | token 1; then token 2 is `next` |
+/// | 3 | token 2 | token 3 (`ahead`) | token 2; then token 3 is `next` |
+///
 /// # Errors
 /// As [`Session::answer`].
 ///
@@ -392,9 +408,9 @@ fn read_chunks<B: Nvfp4Kernels>(answers: &mut [Part<'_, '_, B>]) -> Result<(), M
         .iter_mut()
         .map(|(session, _, ids)| (&mut **session, ids.as_slice(), NewTokens::Prompt(ids.len())))
         .collect();
-    let hidden = read(&mut reads)?;
+    let hidden = read_together(&mut reads)?;
     for (n, (_, answering, ids)) in parts.iter_mut().enumerate() {
-        answering.read += ids.len();
+        answering.read_count += ids.len();
         let goes_on = !answering.chunk().is_empty();
         answering.next = goes_on.then(|| NextToken::Chunk(hidden.clone().slice([n..n + 1, 0..1])));
     }
@@ -425,7 +441,7 @@ fn read_newest<B: Nvfp4Kernels>(answers: &mut [Part<'_, '_, B>]) -> Result<(), M
         if answering.next.is_some() {
             answering.ahead = Some(next);
         } else {
-            answering.read += 1;
+            answering.read_count += 1;
             answering.next = Some(next);
         }
     }
@@ -433,7 +449,9 @@ fn read_newest<B: Nvfp4Kernels>(answers: &mut [Part<'_, '_, B>]) -> Result<(), M
 }
 
 /// Reads tokens of several sessions of one model in one forward, and returns the hidden state `[R, D]` of the last token of each.
-fn read<B: Nvfp4Kernels>(parts: &mut [(&mut Session<'_, B>, &[u32], NewTokens)]) -> Result<Tensor<B, 2>, ModelError> {
+fn read_together<B: Nvfp4Kernels>(
+    parts: &mut [(&mut Session<'_, B>, &[u32], NewTokens)],
+) -> Result<Tensor<B, 2>, ModelError> {
     for (session, ids, _) in parts.iter() {
         session.cache.reserve(ids.len())?;
     }

@@ -9,7 +9,7 @@ use super::{
     hopper, on_the_cpu,
 };
 use crate::support::emulator::{self, NOT_COMPILED};
-use kernels_cubecl::{cuda_source::Launch, cuda_text::decoder::ActivationRounding, gemv::GemvPlan, matmul::Product};
+use kernels_cubecl::{cuda_source::Launch, cuda_text::decoder::ActivationRounding, gemv::GemvPlan, operands::Product};
 use std::sync::Arc;
 
 /// A small launch, and how the name of its kernel begins.

@@ -8,7 +8,7 @@ use kernels_cubecl::{
     any_cuda::AnyCudaRuntime,
     cuda_text::hopper,
     gemm::{self, Gemm, GemmShape},
-    matmul::Product::{self, Nn, Nt, Tn},
+    operands::Product::{self, Nn, Nt, Tn},
 };
 
 /// Everything about a launch that its text depends on.

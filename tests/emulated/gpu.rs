@@ -17,7 +17,7 @@ use kernels_cubecl::{
     block_scaled,
     cuda_source::{Executor, Launch, OnLaunch, SourceDevice},
     cuda_text::hopper,
-    matmul::PackedArgs,
+    operands::PackedArgs,
 };
 use rayon::prelude::*;
 

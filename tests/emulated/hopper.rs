@@ -8,7 +8,7 @@ use super::{
 use kernels_cubecl::{
     cuda_text::hopper,
     gemm::GemmShape,
-    matmul::Product::{Nn, Nt, Tn},
+    operands::Product::{Nn, Nt, Tn},
 };
 
 /// Every storage order, and every joint form, in every width for bf16. The other single forms, and the joint forms for f16, in one

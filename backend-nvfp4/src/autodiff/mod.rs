@@ -2,10 +2,10 @@
 //! with its backward.
 
 mod joint;
-mod seed;
 mod squares;
+mod training;
 
-pub use seed::TrainingBackend;
+pub use training::TrainingBackend;
 
 use crate::{
     attention::{AttentionSpec, Documents, Rotary},
@@ -37,14 +37,14 @@ impl<B: Nvfp4Kernels, Strategy: CheckpointStrategy> Nvfp4Backend for Autodiff<B,
         for LinearLayer { weight, spec } in layers {
             let (weight, parent) = match weight {
                 LayerWeight::Dense(w) => (LayerWeight::Dense(w.primitive.clone()), Some(w)),
-                LayerWeight::Packed { codes, gradient } => (LayerWeight::Packed { codes, gradient: None }, gradient),
+                LayerWeight::Packed { packed, gradient } => (LayerWeight::Packed { packed, gradient: None }, gradient),
             };
             // A weight that is not trained stands in the graph as a leaf without gradient.
             parents.push(parent.unwrap_or_else(|| Self::from_inner(x.values.primitive.clone())));
             inner.push(LinearLayer { weight, spec });
             specs.push(spec);
         }
-        let x = Activations { values: x.values.primitive, codes: x.codes };
+        let x = Activations { values: x.values.primitive, packed: x.packed };
         let (ys, saved) = straight_through::forward::<B>(x, inner);
         joint::outputs::<B, Strategy>(parents, (saved, specs), ys)
     }
@@ -79,7 +79,7 @@ impl<B: Nvfp4Kernels, Strategy: CheckpointStrategy> Nvfp4Backend for Autodiff<B,
             }
         };
         let values = normed::<B, Strategy>(h.clone(), w, eps, y.values);
-        (h, Activations { values, codes: y.codes })
+        (h, Activations { values, packed: y.packed })
     }
 
     fn norm_rope(x: FloatTensor<Self>, w: FloatTensor<Self>, rotary: &Rotary<Self>, eps: f64) -> FloatTensor<Self> {
@@ -115,7 +115,7 @@ impl<B: Nvfp4Kernels, Strategy: CheckpointStrategy> Nvfp4Backend for Autodiff<B,
             OpsKind::Tracked(prep) => prep.finish((gate.primitive, up.primitive), y.values),
             OpsKind::UnTracked(prep) => prep.finish(y.values),
         };
-        Activations { values, codes: y.codes }
+        Activations { values, packed: y.packed }
     }
 
     fn causal_attention(

@@ -2,7 +2,7 @@
 
 use crate::{kernels::Nvfp4Kernels, packed::Operand, recipe::Precision};
 use burn::tensor::{DType, ops::FloatTensor};
-use kernels_cubecl::matmul::Product;
+use kernels_cubecl::operands::Product;
 
 /// Multiplies each pair of operands. A list of one operand is paired with every operand of the other list.
 pub(crate) fn products<B: Nvfp4Kernels>(

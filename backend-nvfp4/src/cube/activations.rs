@@ -30,7 +30,7 @@ pub(super) struct Normed<R: CubeRuntime> {
     pub(super) x: CubeTensor<R>,
     /// The norm.
     pub(super) y: CubeTensor<R>,
-    /// The largest `|y|` that each cube of the launch found, if it was measured.
+    /// The largest `|y|` that each cube of the launch found, if they were wanted.
     pub(super) maxima: Option<CubeTensor<R>>,
 }
 
@@ -40,13 +40,13 @@ pub(super) fn normed<R: CubeRuntime>(
     added: Option<CubeTensor<R>>,
     w: CubeTensor<R>,
     eps: f64,
-    measured: bool,
+    wants_maxima: bool,
 ) -> Normed<R> {
     let (x, w, added) = (into_contiguous(x), into_contiguous(w), added.map(into_contiguous));
     let [rows, cols] = dims(&x);
     let y = empty(&x, [rows, cols], x.dtype);
     let sum = added.as_ref().map(|_| empty(&x, [rows, cols], x.dtype));
-    let maxima = measured.then(|| empty(&x, [rms_norm::maxima_len(rows)], DType::F32));
+    let maxima = wants_maxima.then(|| empty(&x, [rms_norm::maxima_len(rows)], DType::F32));
     let fused = rms_norm::Fused {
         residual: added.as_ref().zip(sum.as_ref()).map(|(added, sum)| [arg(added), arg(sum)]),
         maxima: maxima.as_ref().map(arg),
@@ -117,22 +117,21 @@ pub(super) fn column_sums<R: CubeRuntime>(x: &CubeTensor<R>) -> CubeTensor<R> {
     sums
 }
 
-/// Computes `silu(gate) * up`, and the largest magnitude that each cube of the launch found if it is `measured`.
+/// Computes `silu(gate) * up`, and if `wants_maxima` the largest magnitude that each cube of the launch found.
 pub(super) fn gated<R: CubeRuntime>(
     gate: CubeTensor<R>,
     up: CubeTensor<R>,
-    measured: bool,
+    wants_maxima: bool,
 ) -> (CubeTensor<R>, Option<CubeTensor<R>>) {
     let (gate, up) = (into_contiguous(gate), into_contiguous(up));
     let (y, dtype) = (empty(&gate, dims(&gate), gate.dtype), gate.dtype.into());
     let len = swiglu::maxima_len(&gate.client, dtype, gate.meta.num_elements());
-    let maxima = measured.then(|| empty(&gate, [len], DType::F32));
+    let maxima = wants_maxima.then(|| empty(&gate, [len], DType::F32));
     launched(swiglu::swiglu(&gate.client, arg(&gate), arg(&up), arg(&y), maxima.as_ref().map(arg), dtype));
     (y, maxima)
 }
 
-/// Activations for linear layers. Their codes are made from the maxima, if the kernel that made the values measured
-/// them.
+/// Activations for linear layers. They are quantized by the maxima, if the kernel that made the values found them.
 pub(super) fn activations<B, R>(
     values: CubeTensor<R>,
     maxima: Option<CubeTensor<R>>,
@@ -142,13 +141,13 @@ where
     R: CubeRuntime,
     B: Backend<FloatTensorPrimitive = CubeTensor<R>, IntTensorPrimitive = CubeTensor<R>>,
 {
-    let codes = maxima.map(|maxima| {
+    let packed = maxima.map(|maxima| {
         let amax = empty(&values, [quantize::AMAX_LEN], DType::F32);
         launched(quantize::amax_of_maxima(&values.client, arg(&maxima), 1.0, arg(&amax)));
         let [rows, cols] = dims(&values);
         coded(&values, amax, View::row_major(rows, cols), spec.activations(), false)
     });
-    Activations { values, codes }
+    Activations { values, packed }
 }
 
 /// Quantizes the matrix that `view` sees in `x`.
@@ -233,7 +232,7 @@ pub(super) fn quantized_together<R: CubeRuntime>(xs: Vec<CubeTensor<R>>, spec: Q
     xs.iter().map(quantized).collect()
 }
 
-/// Quantizes the matrix that `view` sees in `x`, whose largest magnitude is `amax`.
+/// Quantizes the matrix that `view` sees in `x`. `amax` has its largest magnitude and what follows from it ([`quantize::amax()`]).
 pub(super) fn coded<R: CubeRuntime>(
     x: &CubeTensor<R>,
     amax: CubeTensor<R>,

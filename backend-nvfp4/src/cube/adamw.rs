@@ -15,7 +15,7 @@ use burn_cubecl::{
 };
 use kernels_cubecl::{
     adamw::{self, AdamwStep, Chunk, DenseArgs, JudgedArgs, Master, StateArgs},
-    matmul::PackedArgs,
+    operands::PackedArgs,
 };
 
 /// See [`Nvfp4Kernels::adamw`](crate::Nvfp4Kernels::adamw).

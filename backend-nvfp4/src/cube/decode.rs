@@ -72,7 +72,7 @@ impl<R: CubeRuntime> Group<R> {
         B: Backend<FloatTensorPrimitive = CubeTensor<R>, IntTensorPrimitive = CubeTensor<R>>,
     {
         let weights = block.layers.each_ref().map(|layer| match &layer.weight {
-            LayerWeight::Packed { codes, .. } => Weight::Packed(codes.args()),
+            LayerWeight::Packed { packed, .. } => Weight::Packed(packed.args()),
             LayerWeight::Dense(w) => Weight::Dense(arg(w)),
         });
         let contiguous = |x: &CubeTensor<R>| arg(&into_contiguous(x.clone()));

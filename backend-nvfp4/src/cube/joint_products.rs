@@ -12,8 +12,8 @@ use burn_cubecl::{CubeRuntime, kernel::into_contiguous, tensor::CubeTensor};
 use kernels_cubecl::{
     block_scaled,
     gemm::{self, Gemm, GemmShape, gemm},
-    matmul::Product,
     mma,
+    operands::Product,
 };
 use std::ops::Range;
 
@@ -23,7 +23,7 @@ pub(super) enum Results {
     /// A matrix for each product.
     Each,
     /// A matrix for each product and, where the kernel makes them, the sums of squares of its parts.
-    Measured,
+    WithSquares,
     /// The sum of all products.
     Sum,
 }
@@ -70,7 +70,7 @@ where
     let whole = shapes.iter().all(|shape| shape.fits(product) && shape.i * shape.j * shape.r > 0);
     let together = count > 1 && gemm::gains_together(client, &shapes, summed);
     let made_for_this = a.iter().chain(b).any(|x| matches!(x, Operand::Unscaled(_)));
-    if native || !whole || !(together || made_for_this || results == Results::Measured) {
+    if native || !whole || !(together || made_for_this || results == Results::WithSquares) {
         return None;
     }
     let stored = if summed { &shapes[..1] } else { &shapes };
@@ -78,34 +78,34 @@ where
     let dense = |list: &[Operand<B>]| list.iter().map(|x| values(x, dtype)).collect::<Vec<_>>();
     let (lefts, rights) = (dense(a), dense(b));
     let mut squares = Vec::new();
-    let mut launch = |products: Range<usize>| {
-        let args = |list: &[CubeTensor<R>]| match list {
+    let mut launch_some = |products: Range<usize>| {
+        let of_these = |list: &[CubeTensor<R>]| match list {
             [one] => vec![arg(one)],
             many => many[products.clone()].iter().map(arg).collect(),
         };
-        let mut launch = Gemm {
-            a: args(&lefts),
-            b: args(&rights),
+        let mut args = Gemm {
+            a: of_these(&lefts),
+            b: of_these(&rights),
             scales: products.clone().flat_map(globals).collect(),
-            out: args(&ys),
+            out: of_these(&ys),
             types: (dtype.into(), out.into()),
             shapes: shapes[products.clone()].to_vec(),
             product,
             accumulate: false,
             squares: vec![],
         };
-        if results == Results::Measured {
-            let lens = gemm::squares_of(client, &launch).unwrap_or_default();
+        if results == Results::WithSquares {
+            let lens = gemm::squares_of(client, &args).unwrap_or_default();
             let places: Vec<_> = lens.into_iter().map(|len| empty(&like, [len], DType::F32)).collect();
-            launch.squares = places.iter().map(arg).collect();
+            args.squares = places.iter().map(arg).collect();
             squares.extend(places);
         }
-        launched(gemm(client, launch));
+        launched(gemm(client, args));
     };
     if together || summed {
-        launch(0..count);
+        launch_some(0..count);
     } else {
-        (0..count).for_each(|i| launch(i..i + 1));
+        (0..count).for_each(|i| launch_some(i..i + 1));
     }
     Some(Made { values: ys, squares })
 }

@@ -49,9 +49,8 @@ use burn_cubecl::{
 use cubecl::server::ComputeServer;
 use kernels_cubecl::{
     adamw::{AdamwStep, Master},
-    bench, e4m3, gradient,
-    matmul::Product,
-    normal,
+    bench, e4m3, gradient, normal,
+    operands::Product,
     quantize::{self, BlockShape, QuantizeSpec, Rounding, Scaling, View},
     rms_norm,
     rng::Stream,
@@ -78,7 +77,7 @@ where
         eps: f64,
         spec: LinearSpec,
     ) -> (FloatTensor<Self>, Activations<Self>) {
-        let Normed { x, y, maxima } = normed(x, added, w, eps, spec.codes_activations());
+        let Normed { x, y, maxima } = normed(x, added, w, eps, spec.quantizes_early());
         (x, activations(y, maxima, spec))
     }
 
@@ -87,7 +86,7 @@ where
     }
 
     fn swiglu(gate: FloatTensor<Self>, up: FloatTensor<Self>, spec: LinearSpec) -> Activations<Self> {
-        let (y, maxima) = gated(gate, up, spec.codes_activations());
+        let (y, maxima) = gated(gate, up, spec.quantizes_early());
         activations(y, maxima, spec)
     }
 
@@ -228,7 +227,7 @@ where
         precision: Precision,
     ) -> Vec<Gradient<Self>> {
         let x = vec![x];
-        let made = joint_products::joint(product, &dys, &x, precision.dtype(), DType::F32, Results::Measured);
+        let made = joint_products::joint(product, &dys, &x, precision.dtype(), DType::F32, Results::WithSquares);
         let Some(Made { values, squares }) = made else {
             let values = burn_ops::products(product, &dys, &x, precision, DType::F32);
             return values.into_iter().map(Gradient::unmeasured).collect();

@@ -4,7 +4,7 @@ use super::launch::{arg, empty, launched};
 use crate::packed::Packed;
 use burn::tensor::DType;
 use burn_cubecl::{CubeRuntime, tensor::CubeTensor};
-use kernels_cubecl::{dequantize::dequantize, matmul::PackedArgs};
+use kernels_cubecl::{dequantize::dequantize, operands::PackedArgs};
 
 /// A packed matrix in device buffers.
 pub(super) type PackedCube<R> = Packed<CubeTensor<R>, CubeTensor<R>, CubeTensor<R>>;

@@ -36,8 +36,9 @@ use cubek::{
 use kernels_cubecl::{
     block_scaled::{self, block_scaled},
     gemm::{Gemm, GemmShape, gemm},
-    matmul::{Product, matmul_dense_packed, matmul_packed_packed},
+    matmul::{matmul_dense_packed, matmul_packed_packed},
     mma,
+    operands::Product,
 };
 
 /// Multiplies dense batches of matrices and stores the result as `out`. If `f32_only`, no tensor cores take part. The
@@ -80,14 +81,14 @@ pub(super) fn accumulated<R: CubeRuntime>(
         let accumulate = sum.is_some();
         let y = sum.map_or_else(|| empty(&a, [i, j], DType::F32), writable);
         let (types, scales) = ((a.dtype.into(), DType::F32.into()), vec![arg(&factor)]);
-        let product = Gemm::one(arg(&a), arg(&b), scales, arg(&y), types, shape, Product::Tn);
-        launched(gemm(&a.client, Gemm { accumulate, ..product }));
+        let args = Gemm::one(arg(&a), arg(&b), scales, arg(&y), types, shape, Product::Tn);
+        launched(gemm(&a.client, Gemm { accumulate, ..args }));
         return y;
     }
-    let product = dense(turned(a), b, f32_only, DType::F32);
+    let added = dense(turned(a), b, f32_only, DType::F32);
     let sum = match sum {
-        Some(sum) => numeric::add(sum, product),
-        None => product,
+        Some(sum) => numeric::add(sum, added),
+        None => added,
     };
     numeric::mul(sum, reshape(factor, Shape::new([1, 1])))
 }

@@ -46,13 +46,13 @@ where
 fn group<R: CubeRuntime>(x: &CubeTensor<R>, weights: &[&PackedCube<R>]) -> Vec<CubeTensor<R>> {
     let (rows, dtype) = (dims(x)[0], x.dtype.into());
     let ys: Vec<_> = weights.iter().map(|w| empty(x, [rows, w.dims()[0]], x.dtype)).collect();
-    let product = Gemv {
+    let args = Gemv {
         x: arg(x),
         rows,
         weights: weights.iter().map(|w| w.args()).collect(),
         ys: ys.iter().map(arg).collect(),
         dtype,
     };
-    launched(product.plan(&x.client).and_then(|plan| gemv(&x.client, product, plan)));
+    launched(args.plan(&x.client).and_then(|plan| gemv(&x.client, args, plan)));
     ys
 }

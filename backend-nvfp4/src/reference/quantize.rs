@@ -110,7 +110,7 @@ pub fn quantize_master(x: &[f32], rows: usize, cols: usize) -> Packed {
     Packed { codes: codes.concat(), scales: scales.concat(), global: scaler.global }
 }
 
-/// The rows of a row-major matrix, each quantized by itself and read back: two-level, 1x16, to nearest. The tensor scale
+/// The rows of a row-major matrix, each quantized by itself and decoded again: two-level, 1x16, to nearest. The tensor scale
 /// of a row is a power of two (`row_scale`), so that every value has at most six significant bits, which 16-bit floats
 /// hold exactly.
 ///
@@ -122,7 +122,7 @@ pub fn rounded_rows(x: &[f32], cols: usize) -> Vec<f32> {
     rows.flat_map(|row| rounded(row, &Scaler::with_full(1.0 / row_scale(amax(row))))).collect()
 }
 
-/// A row-major matrix, quantized with a given tensor scale `1 / full` and read back: two-level, 1x16, to nearest. Where a
+/// A row-major matrix, quantized with a given tensor scale `1 / full` and decoded again: two-level, 1x16, to nearest. Where a
 /// magnitude is above `2688 / full`, block scales stay at 448 and codes at 6.
 ///
 /// # Panics
@@ -132,7 +132,7 @@ pub fn rounded_by(x: &[f32], cols: usize, full: f32) -> Vec<f32> {
     rounded(x, &Scaler::with_full(full))
 }
 
-/// Blocks of 16 values, quantized and read back.
+/// Blocks of 16 values, quantized and decoded again.
 fn rounded(x: &[f32], scaler: &Scaler) -> Vec<f32> {
     let of_block = |block: &[f32]| {
         let (byte, encode) = scaler.block(amax(block));

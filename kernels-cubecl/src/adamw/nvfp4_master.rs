@@ -22,7 +22,7 @@ use crate::{
     device::{bit_casts, quick_division, vector_size},
     error::{KernelError, expect_blocks, expect_len, index},
     layout::{code_of, scale_index, scales_per_row, word_index, words_per_row},
-    matmul::PackedArgs,
+    operands::PackedArgs,
     rng::{Cipher, cipher, philox},
 };
 use cubecl::prelude::*;

@@ -7,7 +7,7 @@ use super::{
 use crate::{
     KernelError,
     gemv::{Gemv, gemv},
-    matmul::PackedArgs,
+    operands::PackedArgs,
 };
 use cubecl::prelude::*;
 

@@ -10,7 +10,7 @@ use crate::{
     device::processors,
     e4m3::BYTES_PER_WORD,
     likeliest,
-    matmul::PackedArgs,
+    operands::PackedArgs,
 };
 use cubecl::prelude::*;
 

@@ -8,7 +8,7 @@ use crate::{
     KernelError,
     adamw::{self, AdamwStep, Coding, Master},
     gradient,
-    matmul::PackedArgs,
+    operands::PackedArgs,
     rng::Stream,
 };
 use cubecl::prelude::*;

@@ -11,7 +11,7 @@ use crate::{
     cuda_text::hopper,
     dequantize::dequantize,
     gemm::{self, Gemm, GemmShape, gemm},
-    matmul::Product,
+    operands::Product,
 };
 use cubecl::prelude::*;
 

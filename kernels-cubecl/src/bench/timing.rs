@@ -5,7 +5,7 @@
 //! product, which heats the device, short kernels would read 5 to 10 % slower.) A figure is the median of seven
 //! measurements.
 
-use crate::{KernelError, device, matmul::PackedArgs};
+use crate::{KernelError, device, operands::PackedArgs};
 use cubecl::{prelude::*, server::Handle};
 use std::{cell::OnceCell, time::Instant};
 

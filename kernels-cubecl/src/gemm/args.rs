@@ -3,7 +3,7 @@
 use super::shape::{GemmShape, NAME};
 use crate::{
     error::{KernelError, expect_len, require},
-    matmul::Product,
+    operands::Product,
 };
 use cubecl::prelude::*;
 

@@ -30,8 +30,8 @@ use crate::{
     cuda_text::hopper::gemm as hopper,
     device::{processors, sequence},
     error::{KernelError, index, require},
-    matmul::Product,
     mma::UNITS,
+    operands::Product,
 };
 use cubecl::prelude::*;
 

@@ -2,7 +2,7 @@
 
 use crate::{
     error::{KernelError, expect_multiple},
-    matmul::Product,
+    operands::Product,
 };
 
 /// The name of the kernel in messages.

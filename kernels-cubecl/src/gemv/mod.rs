@@ -21,8 +21,8 @@ mod span;
 use crate::{
     device::sequence,
     error::{KernelError, expect_len, index, require},
-    matmul::PackedArgs,
     mma::{Octet, Pair, ring, zero_sums},
+    operands::PackedArgs,
 };
 use cubecl::prelude::*;
 pub use gemv_plan::{GemvPlan, MAX_ROWS};

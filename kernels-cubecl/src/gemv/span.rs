@@ -13,8 +13,8 @@
 use super::gemv_plan::{GemvPlan, HEIGHT, SPAN};
 use crate::{
     codec::{e2m1_pairs, e4m3_pair},
-    matmul::PackedBuffers,
     mma::{Octet, Pair, multiply as multiply_fragments, sent},
+    operands::PackedBuffers,
 };
 use cubecl::prelude::{
     barrier::{Barrier, copy_async_checked},

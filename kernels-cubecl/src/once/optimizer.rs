@@ -6,7 +6,7 @@ use crate::{
     adamw::{self, Coding, Master},
     bench::optimizer::SOME_STEP,
     gradient,
-    matmul::PackedArgs,
+    operands::PackedArgs,
 };
 use cubecl::prelude::*;
 

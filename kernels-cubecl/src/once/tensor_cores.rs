@@ -12,7 +12,7 @@ use crate::{
     e4m3::BYTES_PER_WORD,
     gemm::{self, Gemm, GemmShape},
     gemv::{Gemv, gemv},
-    matmul::Product,
+    operands::Product,
 };
 use cubecl::{
     ir::{ElemType, FloatKind},

@@ -1,6 +1,6 @@
 //! Buffers of zeros, and arbitrary scalars, for launches whose results nobody reads.
 
-use crate::{adamw::Updated, matmul::PackedArgs, rng::Stream};
+use crate::{adamw::Updated, operands::PackedArgs, rng::Stream};
 use cubecl::{
     ir::{ElemType, FloatKind},
     prelude::*,

@@ -28,7 +28,7 @@ use crate::{
     device::{bit_casts, sequence, vector_size},
     error::{KernelError, expect_blocks, expect_len, require},
     layout::{code_of, scale_index},
-    matmul::PackedArgs,
+    operands::PackedArgs,
     rng::{Cipher, Stream, cipher, philox},
 };
 use cubecl::{

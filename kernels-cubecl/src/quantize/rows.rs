@@ -1,4 +1,4 @@
-//! Each row quantized by itself, or with a given tensor scale, and read back: `y[row, c] = (code[row, c] * scale[row, c / 16]) * g[row]`.
+//! Each row quantized by itself, or with a given tensor scale, and decoded again: `y[row, c] = (code[row, c] * scale[row, c / 16]) * g[row]`.
 //! ```text
 //! for row { amax of the row; g; for block of 16 columns { scale; for c in block { code; y } } }    // the plain loop
 //! ```

@@ -82,22 +82,22 @@ impl Estimate {
             last => ((last as f64).min(s.blocks), false),
         };
         // Masters of bf16 take four bytes on a device that computes in f32.
-        let dense = if master == MasterKind::F32 { 4.0 } else { value };
-        let linear = if master == MasterKind::Nvfp4 { PACKED_BYTES } else { dense };
+        let dense_bytes = if master == MasterKind::F32 { 4.0 } else { value };
+        let linear_bytes = if master == MasterKind::Nvfp4 { PACKED_BYTES } else { dense_bytes };
         let dense_values = s.embedding * s.embeddings;
         let params = s.linear() + dense_values;
         let embedding = if all { s.embedding } else { 0.0 };
         let trained_params = trained * s.block + if all { dense_values } else { 0.0 };
         let residual = if master == MasterKind::Bf16Residual { trained_params } else { 0.0 };
 
-        // The products give f32 gradients. Where they are gathered, they are stored in the buffer's type.
+        // The products give f32 gradients. Where they are gathered, they are stored in the type of the sums.
         let gathers = optimizer.gradient_accumulation_steps > 1;
-        let buffer = if master == MasterKind::F32 { 4.0 } else { value };
+        let sum_bytes = if master == MasterKind::F32 { 4.0 } else { value };
         let both_passes =
             optimizer.gradient_accumulation_steps > 1 && !(plan.clip == Clip::Exact && optimizer.max_grad_norm > 0.0);
         // When the embedding's gradient is made, that of a separate head is no longer there.
         let mut gradients = 4.0 * (embedding + s.block);
-        gradients += if gathers { buffer * trained_params } else { 0.0 };
+        gradients += if gathers { sum_bytes * trained_params } else { 0.0 };
         gradients += if both_passes { 4.0 * s.block } else { 0.0 };
 
         let states = memory.optimizer_state_mode;
@@ -124,22 +124,22 @@ impl Estimate {
             || plan.settings.bf16_last_blocks(c.num_hidden_layers) > 0
             || plan.settings.recipe.quantize_from > 0.0;
         let kept_weights = match master {
-            _ if dense != value && dense_blocks => s.block * value,
+            _ if dense_bytes != value && dense_blocks => s.block * value,
             MasterKind::Nvfp4 => 0.0,
             _ if plan.recipe.packs_weights() => s.block * PACKED_BYTES,
             _ => 0.0,
         };
         // The weights of a layer in the type of the products, and their codes.
-        let copies = if plan.recipe.packs_weights() || dense != value {
+        let copies = if plan.recipe.packs_weights() || dense_bytes != value {
             s.block * PACKED_BYTES + 4.0 * d * f * value
         } else {
             0.0
         };
-        let cast = if dense == value { 0.0 } else { s.embedding * value };
+        let cast = if dense_bytes == value { 0.0 } else { s.embedding * value };
         let head = logits(c, tokens, precision) + cast + 4.0 * tokens * d;
         Self {
             parts: vec![
-                ("weights", linear * s.linear() + dense * dense_values + residual),
+                ("weights", linear_bytes * s.linear() + dense_bytes * dense_values + residual),
                 ("optimizer states", states * trained_params),
                 ("gradients", gradients),
                 ("block inputs and one block", inputs + block + copies),
@@ -152,8 +152,8 @@ impl Estimate {
             all_gradients: 4.0 * trained_params,
             tokens,
             trained_blocks: trained as usize,
-            trained: linear * trained * s.block
-                + if all { dense * dense_values } else { 0.0 }
+            trained: linear_bytes * trained * s.block
+                + if all { dense_bytes * dense_values } else { 0.0 }
                 + residual
                 + states * trained_params,
             export: if plan.recipe.packs_weights() {

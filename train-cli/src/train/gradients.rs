@@ -23,7 +23,7 @@ pub enum Fate {
         /// Learning rate and clipping factor.
         rate: Rate,
         /// Whether the norm is known already; if not, the squares are added up on the way.
-        measured: bool,
+        norm_is_known: bool,
     },
 }
 
@@ -34,9 +34,10 @@ const ROOM: usize = 1024;
 #[derive(Debug)]
 pub struct Gathered<B: Nvfp4Kernels> {
     sums: HashMap<ParamId, Gradient<B>>,
-    /// The sums of squares of gradients, f32, with room for more than `measured`.
+    /// The sums of squares of gradients, f32, with room for more than `count`.
     squares: Option<FloatTensor<B>>,
-    measured: usize,
+    /// How many gradients were measured since the norm was asked for.
+    count: usize,
     /// The device's verdict on the gradients that were measured ([`Judged`]).
     verdict: Option<FloatTensor<B>>,
     dtype: DType,
@@ -45,7 +46,7 @@ pub struct Gathered<B: Nvfp4Kernels> {
 impl<B: Nvfp4Kernels> Gathered<B> {
     /// No gradients yet. Sums of matrices are stored as `dtype`.
     pub fn new(dtype: DType) -> Self {
-        Self { sums: HashMap::new(), squares: None, measured: 0, verdict: None, dtype }
+        Self { sums: HashMap::new(), squares: None, count: 0, verdict: None, dtype }
     }
 
     /// The global norm of the gradients that were measured since the last call; `None` if there were none.
@@ -55,7 +56,7 @@ impl<B: Nvfp4Kernels> Gathered<B> {
     pub fn norm(&mut self) -> Result<Option<f32>, ModelError> {
         let Some(squares) = self.squares.take() else { return Ok(None) };
         let mut squares = to_host(Tensor::<B, 1>::from_primitive(TensorPrimitive::Float(squares)))?;
-        squares.truncate(std::mem::take(&mut self.measured));
+        squares.truncate(std::mem::take(&mut self.count));
         // The rounding of a sum depends on its order, and that of the gathered gradients is not the same in every process.
         squares.sort_by(f32::total_cmp);
         Ok(Some(squares.iter().map(|&s| f64::from(s)).sum::<f64>().sqrt() as f32))
@@ -72,9 +73,9 @@ impl<B: Nvfp4Kernels> Gathered<B> {
         let verdict = self.verdict(grad);
         // The optimizer has given its handle back, so that the device writes over the old verdict.
         self.verdict = None;
-        let place = (self.room_for_squares(grad), self.measured);
+        let place = (self.room_for_squares(grad), self.count);
         let (squares, verdict) = B::square_sum(gradient, place, verdict);
-        self.measured += 1;
+        self.count += 1;
         self.squares = Some(squares);
         self.verdict = Some(verdict);
     }
@@ -84,7 +85,7 @@ impl<B: Nvfp4Kernels> Gathered<B> {
         let room = || B::float_zeros(Shape::new([ROOM]), &B::float_device(grad), DType::F32.into());
         match self.squares.take() {
             None => room(),
-            Some(squares) if self.measured.is_multiple_of(ROOM) => B::float_cat(vec![squares, room()], 0),
+            Some(squares) if self.count.is_multiple_of(ROOM) => B::float_cat(vec![squares, room()], 0),
             Some(squares) => squares,
         }
     }
@@ -118,9 +119,9 @@ impl<B: Nvfp4Kernels> Gathered<B> {
                 self.add_squares(gradient);
                 None
             }
-            Fate::Apply { rate, measured } => {
+            Fate::Apply { rate, norm_is_known } => {
                 let values = gradient.values.clone();
-                if !measured {
+                if !norm_is_known {
                     self.add_squares(gradient);
                 }
                 let verdict = self.verdict(&values);

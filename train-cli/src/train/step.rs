@@ -31,7 +31,7 @@ pub struct Stepper<B: Nvfp4Kernels> {
     /// How gradients are clipped.
     pub clipping: Clipping,
     /// The type of summed gradients.
-    pub buffer: DType,
+    pub sums_dtype: DType,
     /// The optimizer with its states.
     pub optimizer: ChunkedAdamw<B>,
     /// Random seed of the stochastic rounding in the backward.
@@ -73,7 +73,7 @@ impl<B: Nvfp4Kernels> Stepper<B> {
         let sums_all = exact && (self.gathers || !earlier.is_empty());
         // The gradients of one micro-batch are held as they are, so that the update is that of a step which measures them
         // in a pass of its own.
-        let gathered = Gathered::new(if earlier.is_empty() { DType::F32 } else { self.buffer });
+        let gathered = Gathered::new(if earlier.is_empty() { DType::F32 } else { self.sums_dtype });
         let mut pass =
             Pass { step, fate: Fate::Gather, gathered, kept: self.kept, optimizer: &mut self.optimizer, vram };
 
@@ -88,21 +88,21 @@ impl<B: Nvfp4Kernels> Stepper<B> {
         net.seed_rounding(self.seed, number(earlier.len()));
         self.pool.before_batch::<AB>(&net.model().device(), last.tokens());
 
-        // 2. Measure the gradient norm, where it must be known before the update or costs no pass of its own.
+        // 2. Measure the gradient norm, if this step is clipped by its own.
         if sums_all {
             pass.gathered.measure();
         } else if exact {
             pass.fate = Fate::Measure;
             pass.streaming(net, last)?;
         }
-        let measured = pass.gathered.norm()?;
-        if let Some(norm) = measured {
+        let own_norm = pass.gathered.norm()?;
+        if let Some(norm) = own_norm {
             check_finite(step, &[("loss", loss), ("gradient norm", norm)], false)?;
         }
 
         // 3. Clip and update: from the sums, or block by block with the gradients of the last micro-batch.
-        let rate = Rate { lr, clip_factor: self.clipping.clip_factor(measured) };
-        pass.fate = Fate::Apply { rate, measured: measured.is_some() };
+        let rate = Rate { lr, clip_factor: self.clipping.clip_factor(own_norm) };
+        pass.fate = Fate::Apply { rate, norm_is_known: own_norm.is_some() };
         let mut undo = None;
         if sums_all {
             net.update(|model| pass.walk(ModuleGradients::default()).model(model));
@@ -110,12 +110,12 @@ impl<B: Nvfp4Kernels> Stepper<B> {
             let forward = Forward::of(net, last, self.kept);
             // While the copy's handles are held, the optimizer writes into new buffers and leaves the old ones as they are. The
             // host makes it while a GPU computes the forward.
-            undo = (self.undo && measured.is_none()).then(|| (net.clone(), pass.optimizer.clone()));
+            undo = (self.undo && own_norm.is_none()).then(|| (net.clone(), pass.optimizer.clone()));
             loss += pass.backward(net, last, forward)?;
         }
 
         // 4. The norm that the update measured on its way clips the next step.
-        let Some(grad_norm) = measured.map_or_else(|| pass.gathered.norm(), |norm| Ok(Some(norm)))? else {
+        let Some(grad_norm) = own_norm.map_or_else(|| pass.gathered.norm(), |norm| Ok(Some(norm)))? else {
             return Err(CliError::Usage("nothing is trained: no parameter has a gradient".into()));
         };
         let finite = check_finite(step, &[("loss", loss), ("gradient norm", grad_norm)], undo.is_none());

@@ -3,7 +3,7 @@
 use crate::{
     e4m3::BYTES_PER_WORD,
     error::{KernelError, expect_len, require},
-    matmul::PackedArgs,
+    operands::PackedArgs,
 };
 use cubecl::prelude::*;
 

@@ -135,7 +135,7 @@ impl Ready {
             kept: self.forecast.kept,
             pool: self.forecast.pool(),
             clipping: Clipping { clip: self.plan.clip, max_norm: s.optimizer.max_grad_norm, last_norm },
-            buffer: if self.master == MasterKind::F32 { DType::F32 } else { self.spec.precision.dtype() },
+            sums_dtype: if self.master == MasterKind::F32 { DType::F32 } else { self.spec.precision.dtype() },
             optimizer,
             seed: s.advanced.seed,
             accumulation: s.optimizer.gradient_accumulation_steps,

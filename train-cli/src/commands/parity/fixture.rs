@@ -277,7 +277,7 @@ fn train<B: Nvfp4Kernels + DeviceServices>(
         kept: 0,
         pool: Pool::new(None, 0, 0),
         clipping: Clipping { clip: Clip::Exact, max_norm: 1.0, last_norm: None },
-        buffer: DType::F32,
+        sums_dtype: DType::F32,
         optimizer: ChunkedAdamw::new(config, HashSet::new()),
         seed: 0,
         accumulation: 1,

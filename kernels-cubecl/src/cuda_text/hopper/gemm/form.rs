@@ -4,7 +4,7 @@ use crate::{
     cuda_text::hopper::{ALIGNMENT, BARRIERS, Number, PIECE, SHARED},
     error::{KernelError, require},
     gemm::{args::Gemm, shape::NAME},
-    matmul::Product,
+    operands::Product,
 };
 use cubecl::prelude::*;
 

@@ -1,7 +1,7 @@
 //! The choice of the width of tiles.
 
 use super::form::TILE_ROWS;
-use crate::{gemm::shape::GemmShape, matmul::Product};
+use crate::{gemm::shape::GemmShape, operands::Product};
 
 /// The widths that there are. Where `b` lies across, its rows are copied in pieces of 64.
 pub fn hopper_columns(product: Product) -> &'static [usize] {

@@ -1,4 +1,4 @@
-//! A backward that begins in the middle of a model, and what it leaves.
+//! The backend that a training step runs on: a backward that begins in the middle of a model, and what it leaves.
 
 use super::squares;
 use crate::{kernels::Nvfp4Kernels, ops::Nvfp4Backend, services::DeviceMemory};
