@@ -67,6 +67,11 @@ fn a_cache_of_bytes_rounds_what_was_read() {
     let out = run(d, &["generate", "-m", "m", "-p", "a", "--kv-cache-dtype", "int8"]);
     let stderr = String::from_utf8_lossy(&out.stderr);
     assert!(out.status.code() == Some(2) && stderr.contains("int8") && stderr.contains("fp8"), "{stderr}");
+    // On the CPU a model computes in f32.
+    let out = run(d, &["generate", "-m", "m", "-p", "a", "--device", "cpu", "--kv-cache-dtype", "bf16"]);
+    let stderr = String::from_utf8_lossy(&out.stderr);
+    let refused = "--kv-cache-dtype bf16: the model computes in f32";
+    assert!(out.status.code() == Some(2) && stderr.contains(refused), "{stderr}");
 }
 
 #[test]
@@ -595,6 +600,16 @@ fn the_loss_of_a_text_is_that_of_its_tokens_one_by_one() {
         let expected = sum / f64::from(count);
         assert!((found - expected).abs() < 1e-4, "{rows} at a time: {found} {expected}");
     }
+    // Weights that are NVFP4 already keep their values under every recipe.
+    let words = ["eval", "loss", "-m", "p", "-d", "t.txt", "--max-seq-length", "24", "--json", "--device", "cpu"];
+    let of = |flags: &[&str]| -> Vec<f64> {
+        let lines = ok(d, &[&words[..], flags].concat());
+        lines.lines().map(|line| serde_json::from_str::<Value>(line).unwrap()["loss"].as_f64().unwrap()).collect()
+    };
+    let found = of(&["--recipe", "bf16", "--recipe", "w4", "--recipe", "w4a4"]);
+    let [exact, rounded] = [of(&[])[0], of(&["--w4a4"])[0]];
+    assert!((found[0] - exact).abs() < 1e-4 && (found[1] - exact).abs() < 1e-6, "{found:?} {exact}");
+    assert!((found[2] - rounded).abs() < 1e-6 && (rounded - exact).abs() > 1e-5, "{found:?} {exact} {rounded}");
 }
 
 /// A row in which the loss counts nothing does not change the mean, and a note says how many such rows there are.

@@ -29,13 +29,13 @@ use std::{
     fs,
     ops::ControlFlow,
     path::Path,
-    sync::{Mutex, atomic::AtomicBool},
+    sync::{Mutex, Once, atomic::AtomicBool},
 };
 use train_cli::{
     CliError, ahead,
     args::{Cli, Command},
     commands::fit,
-    device::Job,
+    device::{self, Job},
     run::stored_model::StoredModel,
     settings::DeviceChoice,
     talk::{
@@ -52,6 +52,9 @@ const CONFIG: &str = r#"{"architectures": ["Qwen3ForCausalLM"], "model_type": "q
   "tie_word_embeddings": true, "attention_bias": false, "initializer_range": 0.02}"#;
 
 fn properties(arch: u32) -> DeviceProperties {
+    // Pools work as in the program: a free buffer is used again only for one of the same size.
+    static CONFIGURED: Once = Once::new();
+    CONFIGURED.call_once(device::configure);
     let device = SourceDevice::new(arch, OnLaunch::Record);
     let properties = AnyCudaRuntime::client(&AnyCudaDevice::Source(device.clone())).properties().clone();
     device.give_back();
@@ -334,6 +337,46 @@ fn decoding_reserves_no_memory() {
             assert!(rest.iter().all(|bytes| *bytes == rest[0]), "sm_{arch}: {reserved:?}");
         }
     }
+}
+
+/// A conversation whose turns all have another length.
+struct Turns<'a> {
+    stored: &'a StoredModel,
+    /// What the pool held beside the buffers in use, after each turn.
+    spare: &'a Mutex<Vec<u64>>,
+}
+
+impl Job for Turns<'_> {
+    type Output = ();
+
+    fn run<B: Nvfp4Kernels + DeviceServices>(self, device: B::Device, precision: Precision) -> Result<(), CliError> {
+        let model = self.stored.load::<B>(Recipe::W4a4, precision, &device)?;
+        let options = GenerateOptions { max_tokens: 2, sampling: Sampling::GREEDY, stop_ids: vec![], logprobs: None };
+        let mut session = Session::new(&model, 1024)?;
+        for turn in 0..100 {
+            let prompt = vec![turn; 200 + 4 * turn as usize];
+            Answer::of(&mut session, &self.stored.text, &prompt, &options, &[], false, || false)?;
+            let memory = B::memory_in_use(&device).unwrap();
+            self.spare.lock().unwrap().push(memory.reserved - memory.in_use);
+        }
+        Ok(())
+    }
+}
+
+/// Each length of a prompt leaves buffers behind that no other length uses again. They are given back before there are many.
+#[test]
+fn prompts_of_many_lengths_leave_little_behind() {
+    let dir = tempfile::tempdir().unwrap();
+    let d = dir.path();
+    write_model(d);
+    let stored = StoredModel::open("--model", &d.join("x.dat"), Some(d)).unwrap();
+    let spare = Mutex::new(vec![]);
+    let job = Turns { stored: &stored, spare: &spare };
+    ahead::rehearsed(rehearsing(90), Precision::Bf16, job).unwrap();
+    let spare = spare.into_inner().unwrap();
+    // One turn may leave a few MB more than the 128 MiB at which they are given back.
+    assert!(spare.len() == 100 && spare.iter().all(|bytes| *bytes < 144 << 20), "{spare:?}");
+    assert!(spare.windows(2).any(|pair| pair[1] < pair[0]), "the turns are too few to give anything back: {spare:?}");
 }
 
 /// The number of tiles of rows decides how wide the tiles of a product are, and a chunk of an unknown prompt has one to four.

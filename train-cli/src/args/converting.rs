@@ -31,9 +31,9 @@ pub struct ExportArgs {
          the record of its training (trained.json, or trainer_state.json in a checkpoint); `{SCALING_NAME}` if there is no record]"
     ))]
     pub scales: Option<Scaling>,
-    /// How the output head is stored [default: for a checkpoint, as the run's --head says, if it was given; else NVFP4 if the file
-    /// with which training began (for other models: the input) has an NVFP4 head. Otherwise f16 for a separate head; a tied head (one
-    /// that is the embedding) is not stored a second time]
+    /// How the output head is stored [default: for a checkpoint, the --head that its run was given. Without one: NVFP4 if the
+    /// source has an NVFP4 head (the values say what the source is); otherwise f16 for a separate head, and a tied head (one that is
+    /// the embedding) is not stored a second time]
     #[arg(long, conflicts_with = "like")]
     pub head: Option<HeadFormat>,
     /// Replace an older file
@@ -88,8 +88,8 @@ pub struct ExportHfArgs {
     #[arg(long)]
     pub activations: Option<ActivationsArg>,
     /// With --activations nvfp4: files whose rows the model reads to measure its activations; folders of such files, or
-    /// patterns such as 'rows/*.jsonl'. The formats are those of fit --data [default: none if the model's files have activation scales
-    /// and --calibration-rows is not given: those scales are exported. Otherwise the training files of the model's run]
+    /// patterns such as 'rows/*.jsonl'. The formats are those of fit --data [default: the training files of the model's run; none if
+    /// the model's files have activation scales, which are then exported, and --calibration-rows is not given]
     #[arg(long, value_name = "PATH", num_args = 1..)]
     pub calibration_data: Vec<PathBuf>,
     /// Sequences that the model reads.

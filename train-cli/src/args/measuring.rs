@@ -2,10 +2,10 @@
 
 use super::talking::{CacheArgs, ModelArgs};
 use crate::{
-    settings::{AUTO, Auto, DeviceChoice, Format, HeadFormat, LossOn, defaults::longest, parser},
+    settings::{AUTO, Auto, CacheDtype, DeviceChoice, Format, HeadFormat, LossOn, defaults::longest, parser},
     tolerance,
 };
-use backend_nvfp4::{CacheFormat, Precision, Recipe};
+use backend_nvfp4::{Precision, Recipe};
 use clap::{Args, Subcommand, ValueEnum, builder::NonEmptyStringValueParser};
 use model_qwen3::bytes::FloatType;
 use std::path::PathBuf;
@@ -75,8 +75,9 @@ pub struct EvalLossArgs {
     #[arg(long, value_name = "N")]
     #[arg(help = longest("Maximum length of a sequence, in tokens; longer ones are cut into several"))]
     pub max_seq_length: Option<std::num::NonZeroUsize>,
-    /// Round an unquantized model as this recipe does in a forward pass, and then measure it: bf16 rounds nothing, w4 the
-    /// weights, w4a4 and nvfp4 the weights and activations. Give the flag several times to compare recipes
+    /// Round the model as this recipe does in a forward pass, and then measure it: bf16 rounds nothing, w4 the weights, w4a4 and
+    /// nvfp4 the weights and activations. (Weights that are NVFP4 already keep their values under every recipe.) Give the flag
+    /// several times to compare recipes
     #[arg(hide_possible_values = true)]
     #[arg(long = "recipe", value_name = "RECIPE", value_parser = parser::<Recipe>(), conflicts_with = "w4a4")]
     pub recipes: Vec<Recipe>,
@@ -156,8 +157,8 @@ fn tolerance_help() -> String {
     let of = |precision| tolerance::hidden(precision, 3);
     format!(
         "The embedding, each block, the final norm and the logits pass if their relative difference is at most this \
-         [default: {} in f32, {:.2} in bf16, {:.3} in f16 and TF32. If only one of the two models stores a weight in f16, and the \
-         default would be lower, it is {:.4}; if only one stores it in bf16, {:.3}. All of these are higher for a model of more than \
+         [default: {} in f32, {:.2} in bf16, {:.3} in f16 and TF32. If only one of the two models stores a weight in f16, the \
+         default is at least {:.4}; if only one stores a weight in bf16, at least {:.3}. All of these are higher for a model of more than \
          three blocks. If only one of the two models has weights rounded to 4 bits (dequantized NVFP4 weights count as rounded), or \
          only one has 4-bit activations, the default is {}]",
         of(Precision::F32),
@@ -207,8 +208,8 @@ pub struct BenchArgs {
     ))]
     pub head: Option<HeadFormat>,
     /// bench decode and prefill: number format in which the keys and values of past tokens (KV cache) are kept
-    #[arg(long, value_name = "FORMAT", default_value = AUTO, value_parser = parser::<CacheFormat>())]
-    pub kv_cache_dtype: CacheFormat,
+    #[arg(long, value_name = "FORMAT", default_value = AUTO, value_parser = parser::<CacheDtype>())]
+    pub kv_cache_dtype: CacheDtype,
     /// Print one JSON object per line
     #[arg(long)]
     pub json: bool,

@@ -1,7 +1,7 @@
 //! Flags of the commands that answer: `generate`, `chat` and `serve`.
 
-use crate::settings::{AUTO, Auto, DeviceChoice, TOKENIZER, parser};
-use backend_nvfp4::{CacheFormat, Precision};
+use crate::settings::{AUTO, Auto, CacheDtype, DeviceChoice, TOKENIZER, parser};
+use backend_nvfp4::Precision;
 use clap::Args;
 use model_qwen3::sampling::Sampling;
 use std::{net::IpAddr, path::PathBuf};
@@ -114,8 +114,8 @@ pub struct ModelArgs {
 #[derive(Debug, Clone, Copy, Args)]
 pub struct CacheArgs {
     /// Number format in which the keys and values of past tokens (KV cache) are kept
-    #[arg(long, value_name = "FORMAT", default_value = AUTO, value_parser = parser::<CacheFormat>())]
-    pub kv_cache_dtype: CacheFormat,
+    #[arg(long, value_name = "FORMAT", default_value = AUTO, value_parser = parser::<CacheDtype>())]
+    pub kv_cache_dtype: CacheDtype,
 }
 
 /// Flags of `serve`.

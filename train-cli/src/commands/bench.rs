@@ -7,8 +7,9 @@ use crate::{
     commands::bench_model,
     device::{self, Job},
     report,
+    settings::CacheDtype,
 };
-use backend_nvfp4::{CacheFormat, DeviceServices, Nvfp4Kernels, Precision, bench::Row};
+use backend_nvfp4::{DeviceServices, Nvfp4Kernels, Precision, bench::Row};
 use serde_json::json;
 
 /// Runs the command.
@@ -36,7 +37,7 @@ fn refuse_flags_of_others(args: &BenchArgs) -> Result<(), CliError> {
         ("--context", args.context.is_some(), !kernels, "bench decode and bench prefill"),
         ("--w4a4", args.w4a4.is_some(), !kernels, "bench decode and bench prefill"),
         ("--head", args.head.is_some(), !kernels, "bench decode and bench prefill"),
-        ("--kv-cache-dtype", args.kv_cache_dtype != CacheFormat::Native, !kernels, "bench decode and bench prefill"),
+        ("--kv-cache-dtype", args.kv_cache_dtype != CacheDtype::Auto, !kernels, "bench decode and bench prefill"),
         ("--batch-size", !args.batch_sizes.is_empty(), decode, "bench decode"),
     ];
     match flags.into_iter().find(|(_, given, taken, _)| *given && !taken) {

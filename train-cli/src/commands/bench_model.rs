@@ -82,10 +82,10 @@ impl Job for Measured {
         let Self { args, config, context } = self;
         let recipe = if args.w4a4.unwrap_or(W4A4) { Recipe::W4a4 } else { Recipe::W4 };
         let head = args.head.unwrap_or(HEAD);
-        let cache = if args.kv_cache_dtype == CacheFormat::E4m3 { " · the cache in 8 bits" } else { "" };
+        let format = args.kv_cache_dtype.format(precision)?;
+        let cache = if format == CacheFormat::E4m3 { " · the cache in 8 bits" } else { "" };
         report::label("recipe", format!("{} · the head in {}{cache}", recipe.name(), head.name()));
-        let model =
-            random_model::<B>(&config, recipe, head, precision, &device)?.with_cache_format(args.kv_cache_dtype);
+        let model = random_model::<B>(&config, recipe, head, precision, &device)?.with_cache_format(format);
         if args.what == BenchWhat::Prefill {
             return prefill(&model, &args, context);
         }
@@ -140,7 +140,8 @@ fn decode<B: Nvfp4Kernels + DeviceMemory>(
     }
     let token = median(&mut seconds);
     // Each step reads all weights once, and the keys and values of each answer up to its middle.
-    let bytes = weight_bytes(model) / batch as f64 + cache_bytes(model, args.kv_cache_dtype, context + ANSWER / 2);
+    let format = args.kv_cache_dtype.format(model.spec().precision)?;
+    let bytes = weight_bytes(model) / batch as f64 + cache_bytes(model, format, context + ANSWER / 2);
     let share = rate.map(|rate| bytes / token / rate);
     let of_rate = share.map_or(String::new(), |share| format!(" · {:.0} % of the memory's rate", share * 100.0));
     let memory = B::memory_in_use(&model.device()).map(|memory| memory.reserved >> 20);

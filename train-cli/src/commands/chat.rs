@@ -15,7 +15,7 @@ use crate::{
         loaded::{Loaded, Opened, thinking},
     },
 };
-use backend_nvfp4::{DeviceServices, Nvfp4Kernels, Precision};
+use backend_nvfp4::{DeviceMemory, DeviceServices, Nvfp4Kernels, Precision};
 use model_qwen3::session::Session;
 use std::path::Path;
 
@@ -45,7 +45,7 @@ impl Job for Chat {
             let text = "--script: the conversation has a system message; leave out --system-prompt";
             return Err(CliError::Usage(text.into()));
         }
-        let opened = Opened::new(flags::wanted(&args.model, args.cache.kv_cache_dtype))?;
+        let opened = Opened::new(flags::wanted(&args.model, args.cache.kv_cache_dtype.format(precision)?))?;
         let context = flags::context(args.context, opened.config().max_position_embeddings)?;
         let mut loaded = opened.load::<B>(Some(Expected::unknown(1)), precision, &device)?;
         loaded.inputs.extend(args.script);
@@ -108,7 +108,7 @@ struct Talk<'a, B: Nvfp4Kernels> {
     last: Option<String>,
 }
 
-impl<B: Nvfp4Kernels> Talk<'_, B> {
+impl<B: Nvfp4Kernels + DeviceMemory> Talk<'_, B> {
     /// Does what was entered. Returns whether the conversation goes on.
     fn follow(&mut self, entry: Entry) -> Result<bool, CliError> {
         match entry {

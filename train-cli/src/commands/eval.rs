@@ -14,6 +14,7 @@ use crate::{
     },
     data_files,
     device::{self, Job},
+    memory::surplus::Surplus,
     model_files::TextFiles,
     plan, report,
     run::stored_model::StoredModel,
@@ -21,7 +22,7 @@ use crate::{
     talk::loaded::Opened,
     train::objective::Trainee,
 };
-use backend_nvfp4::{CacheFormat, DeviceServices, Nvfp4Kernels, Precision};
+use backend_nvfp4::{CacheFormat, DeviceMemory, DeviceServices, Nvfp4Kernels, Precision};
 use model_qwen3::{config::Qwen3Config, model::Qwen3, weights::to_host};
 use serde_json::json;
 use std::time::Instant;
@@ -60,10 +61,6 @@ impl Job for EvalLoss {
             return measure(&args, model, &samples, "as it runs");
         }
         let stored = StoredModel::open("--model", &args.model.model, args.model.tokenizer.as_deref())?;
-        if stored.is_stored_packed() {
-            let text = "--recipe: the model's weights are NVFP4 already; leave it out, or give --w4a4";
-            return Err(CliError::Usage(text.into()));
-        }
         let samples = samples(&args, &stored.text, &stored.config)?;
         for recipe in &args.recipes {
             measure(&args, stored.load_under::<B>(*recipe, precision, &device)?, &samples, recipe.name())?;
@@ -89,7 +86,7 @@ fn samples(args: &EvalLossArgs, text: &TextFiles, config: &Qwen3Config) -> Resul
 }
 
 /// Measures one form of a model and prints what it found.
-fn measure<B: Nvfp4Kernels>(
+fn measure<B: Nvfp4Kernels + DeviceMemory>(
     args: &EvalLossArgs,
     model: Qwen3<B>,
     samples: &[Sample],
@@ -97,10 +94,11 @@ fn measure<B: Nvfp4Kernels>(
 ) -> Result<(), CliError> {
     let started = Instant::now();
     let net = Trainee::new(model, LossKind::CrossEntropy, 0);
-    let mut sum = 0.0;
+    let (mut sum, mut surplus, device) = (0.0, Surplus::default(), net.model().device());
     for rows in samples.chunks(args.batch_size) {
         let batch = MicroBatch::new(&rows.iter().collect::<Vec<_>>(), 1);
         sum += f64::from(to_host(net.batch_loss(&batch))?[0]);
+        surplus.after_step::<B>(&device, true);
     }
     let count = |of: fn(&Sample) -> usize| samples.iter().map(of).sum::<usize>();
     let (tokens, counted) = (count(|s| s.ids.len()), count(Sample::supervised_tokens));

@@ -96,7 +96,7 @@ impl Job for Generate {
 
     fn run<B: Nvfp4Kernels + DeviceServices>(self, device: B::Device, precision: Precision) -> Result<(), CliError> {
         let Self { args, questions } = self;
-        let mut opened = Opened::new(flags::wanted(&args.model, args.cache.kv_cache_dtype))?;
+        let mut opened = Opened::new(flags::wanted(&args.model, args.cache.kv_cache_dtype.format(precision)?))?;
         let limit = opened.config().max_position_embeddings;
         let text = opened.text();
         text.thinking = thinking(args.thinking, text);

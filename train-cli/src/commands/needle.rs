@@ -18,7 +18,7 @@ use crate::{
         loaded::{Loaded, Opened},
     },
 };
-use backend_nvfp4::{DeviceServices, Nvfp4Kernels, Precision};
+use backend_nvfp4::{DeviceMemory, DeviceServices, Nvfp4Kernels, Precision};
 use model_qwen3::{
     sampling::Sampling,
     session::{GenerateOptions, Session},
@@ -131,7 +131,7 @@ impl Job for Needle {
 
     fn run<B: Nvfp4Kernels + DeviceServices>(self, device: B::Device, precision: Precision) -> Result<(), CliError> {
         let args = self.0;
-        let mut opened = Opened::new(flags::wanted(&args.model, args.cache.kv_cache_dtype))?;
+        let mut opened = Opened::new(flags::wanted(&args.model, args.cache.kv_cache_dtype.format(precision)?))?;
         args.check(opened.config().max_position_embeddings, opened.text())?;
         let loaded = opened.load::<B>(Some(Expected::unknown(1)), precision, &device)?;
         for (l, length) in args.lengths.iter().enumerate() {
@@ -152,7 +152,7 @@ impl Job for Needle {
 }
 
 /// Whether the model's answer holds the number.
-fn finds<B: Nvfp4Kernels>(loaded: &Loaded<B>, haystack: &Haystack) -> Result<bool, CliError> {
+fn finds<B: Nvfp4Kernels + DeviceMemory>(loaded: &Loaded<B>, haystack: &Haystack) -> Result<bool, CliError> {
     let Loaded { model, text, .. } = loaded;
     let room = model.config().max_position_embeddings - haystack.prompt.len();
     let max_tokens = (text.tokenizer.encode(&haystack.answer)?.len() + WORDS).min(room);

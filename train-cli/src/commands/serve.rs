@@ -52,7 +52,7 @@ impl Job for Serve {
 
     fn run<B: Nvfp4Kernels + DeviceServices>(self, device: B::Device, precision: Precision) -> Result<(), CliError> {
         let Self { args, server } = self;
-        let opened = Opened::new(flags::wanted(&args.model, args.cache.kv_cache_dtype))?;
+        let opened = Opened::new(flags::wanted(&args.model, args.cache.kv_cache_dtype.format(precision)?))?;
         let context = flags::context(args.context, opened.config().max_position_embeddings)?;
         let tokens = cache_tokens(&args, context)?;
         let expected = Expected::unknown(args.parallel);

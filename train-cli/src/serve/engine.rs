@@ -11,7 +11,7 @@ use crate::{
     },
 };
 use axum::http::StatusCode;
-use backend_nvfp4::Nvfp4Kernels;
+use backend_nvfp4::{DeviceMemory, Nvfp4Kernels};
 use model_qwen3::{
     model::Qwen3,
     sampling::Logprobs,
@@ -64,7 +64,7 @@ impl Engine {
     ///
     /// # Errors
     /// If the device or the listener fails.
-    pub fn run<B: Nvfp4Kernels>(
+    pub fn run<B: Nvfp4Kernels + DeviceMemory>(
         mut self,
         model: &Qwen3<B>,
         text: &TextFiles,
@@ -107,7 +107,7 @@ impl Engine {
         ended.map_err(CliError::io("the listener".as_ref()))
     }
 
-    fn begin<B: Nvfp4Kernels>(&self, batch: &mut Batch<'_, B, Ear>, question: Question) {
+    fn begin<B: Nvfp4Kernels + DeviceMemory>(&self, batch: &mut Batch<'_, B, Ear>, question: Question) {
         let Question { prompt, options, ends, index, heard_by, place } = question;
         drop(place);
         let ear = Ear { index, told: 0, heard_by: heard_by.clone(), metrics: self.metrics.clone() };

@@ -3,7 +3,7 @@
 //! Enums of this crate derive their names. Types of the backend get theirs through [`Choice`], so that no
 //! enum is written twice: [`parser`] reads them from the command line, [`by_name`] from a file.
 
-use crate::settings::defaults;
+use crate::{CliError, settings::defaults};
 use backend_nvfp4::{
     CacheFormat, MasterKind, Nvfp4Parts, PACKED_BYTES, Precision, Recipe, STATE_BLOCK, Scaling, StateKind,
 };
@@ -119,8 +119,8 @@ impl Choice for Recipe {
             named(
                 Self::Nvfp4(Nvfp4Parts::ALL),
                 Self::Nvfp4(Nvfp4Parts::ALL).name(),
-                "Weights, activations and gradients are rounded, so that both matrices of the forward product and of the two \
-                 backward products hold NVFP4 values only",
+                "Weights, activations and gradients are rounded: all three products (one forward, two backward) multiply NVFP4 \
+                 values only",
             ),
         ]
     }
@@ -157,19 +157,49 @@ impl Choice for Precision {
     }
 }
 
-impl Choice for CacheFormat {
+/// The value of `--kv-cache-dtype`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum CacheDtype {
+    /// The number format in which the model computes.
+    Auto,
+    /// bf16, for a model that computes in bf16.
+    Bf16,
+    /// E4M3 bytes.
+    Fp8,
+}
+
+impl CacheDtype {
+    /// The format of the cache of a model that computes in `precision`.
+    ///
+    /// # Errors
+    /// If bf16 was asked for, and the model computes in another format.
+    pub fn format(self, precision: Precision) -> Result<CacheFormat, CliError> {
+        match self {
+            Self::Bf16 if precision != Precision::Bf16 => Err(CliError::Usage(format!(
+                "--kv-cache-dtype bf16: the model computes in {}, and its cache has that number format or is fp8; give \
+                 --compute-dtype bf16, or leave out --kv-cache-dtype",
+                precision.name()
+            ))),
+            Self::Auto | Self::Bf16 => Ok(CacheFormat::Native),
+            Self::Fp8 => Ok(CacheFormat::E4m3),
+        }
+    }
+}
+
+impl Choice for CacheDtype {
     fn all() -> Vec<(Self, PossibleValue)> {
         let (fp8, name) = named(
-            Self::E4m3,
+            Self::Fp8,
             "fp8",
             "8-bit numbers (E4M3), which take half the memory of bf16; they have four significant bits, so answers may differ",
         );
         vec![
             named(
-                Self::Native,
+                Self::Auto,
                 AUTO,
                 "The number format in which the model computes; by default bf16 on CUDA and f32 elsewhere",
             ),
+            named(Self::Bf16, "bf16", "bf16, if the model computes in bf16"),
             (fp8, name.alias("fp8_e4m3")),
         ]
     }
@@ -185,7 +215,7 @@ impl Choice for MasterKind {
             named(
                 Self::Bf16Residual,
                 Self::Bf16Residual.name(),
-                "24 bits: the layers compute with the upper 16, and the optimizer updates all; 3 bytes per parameter",
+                "24 bits: the layers compute with the nearest bf16 number, and the optimizer updates all bits; 3 bytes per parameter",
             ),
             also(
                 named(
@@ -379,9 +409,9 @@ pub enum HeadFormat {
     /// In NVFP4. If the head is tied (the embedding is the head), the file has the embedding in f16 and an NVFP4 copy of it as
     /// head, which makes answers faster
     Nvfp4,
-    /// In bf16, if the source has a separate head, or an NVFP4 copy of the embedding as head. The source is the file with which
-    /// training began; for convert, and for a model that is no checkpoint, it is the input. Otherwise the head is the embedding, which
-    /// is stored once, in f16
+    /// In bf16 if the head of the source is separate, or is an NVFP4 copy of the embedding; otherwise the head is the embedding,
+    /// which is stored once, in f16. The source is the file with which training began, or for convert, and for export-dat of
+    /// anything but a checkpoint, the input
     Bf16,
 }
 
@@ -484,6 +514,15 @@ mod tests {
         assert_eq!(find::<Auto<Precision>>("bfloat16"), Some(Some(Precision::Bf16)));
         assert_eq!(find::<StateKind>("nvfp4"), None);
         assert_eq!(find::<Scaling>(defaults::SCALING_NAME), Some(defaults::SCALING));
+    }
+
+    #[test]
+    fn a_cache_in_bf16_belongs_to_a_model_in_bf16() {
+        let bf16 = |precision| CacheDtype::Bf16.format(precision).ok();
+        assert_eq!(bf16(Precision::Bf16), Some(CacheFormat::Native));
+        assert!([Precision::F32, Precision::Tf32, Precision::F16].map(bf16).iter().all(Option::is_none));
+        assert_eq!(CacheDtype::Auto.format(Precision::F32).ok(), Some(CacheFormat::Native));
+        assert_eq!(CacheDtype::Fp8.format(Precision::F32).ok(), Some(CacheFormat::E4m3));
     }
 
     #[test]

@@ -114,8 +114,8 @@ pub struct DataSettings {
     /// twice, half of the rows with 0.5 are used, and a row with 0 is never used
     #[arg(long, value_name = "NAME")]
     pub weight_column: Option<String>,
-    /// Use at most this many rows of the training files, chosen at random by --seed. The documents of a text file count as rows,
-    /// and so do the sequences of a text file that is one document
+    /// Use at most this many rows of the training files, chosen at random by --seed. In a text file each document counts as a
+    /// row; if the file is one document, each sequence that is cut from it does
     #[arg(long, value_name = "N", aliases = ["max-samples", "max-train-samples"])]
     pub max_rows: Option<usize>,
     /// Evaluation file, instead of held-out training rows
@@ -124,8 +124,8 @@ pub struct DataSettings {
     /// Share of the training rows that are held out.
     #[arg(long, value_name = "SHARE", alias = "val-size", alias = "val-set-size", help = format!(
         "Share of the training rows that is held out for evaluation, drawn at random. With 0, or with fewer than {FEWEST_SPLIT} rows, \
-         none is held out. Otherwise at least 1 row is; further rows only up to {MOST_EVALUATED} sequences (a long row may become \
-         several)"
+         none is held out. Otherwise at least 1 row is held out, and no row is added with which there would be more than \
+         {MOST_EVALUATED} sequences (a long row may become several)"
     ))]
     pub val_split: f64,
     /// Format of the data files

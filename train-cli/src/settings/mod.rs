@@ -18,8 +18,8 @@ mod record;
 
 pub(crate) use amount::bytes;
 pub use choices::{
-    AUTO, Auto, Choice, Clip, Decay, DeviceChoice, Format, HeadFormat, LossKind, LossOn, Nvfp4Part, Overlong,
-    Recompute, ReportTo, ResumeFrom, SaveStrategy, parser,
+    AUTO, Auto, CacheDtype, Choice, Clip, Decay, DeviceChoice, Format, HeadFormat, LossKind, LossOn, Nvfp4Part,
+    Overlong, Recompute, ReportTo, ResumeFrom, SaveStrategy, parser,
 };
 pub(crate) use choices::{by_name, name_of};
 pub(crate) use fields::TOKENIZER;

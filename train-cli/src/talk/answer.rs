@@ -1,7 +1,7 @@
 //! An answer: its text as it grows, and its figures.
 
-use crate::{CliError, model_files::TextFiles, report, talk::stop_text::StopText};
-use backend_nvfp4::Nvfp4Kernels;
+use crate::{CliError, memory::surplus::Surplus, model_files::TextFiles, report, talk::stop_text::StopText};
+use backend_nvfp4::{DeviceMemory, Nvfp4Kernels};
 use model_qwen3::{
     sampling::{Logprobs, Sampling},
     session::{GenerateOptions, Generation, Progress, Session, StopReason},
@@ -110,7 +110,7 @@ impl Answer {
     ///
     /// # Errors
     /// As [`Session::answer`].
-    pub fn of<B: Nvfp4Kernels>(
+    pub fn of<B: Nvfp4Kernels + DeviceMemory>(
         session: &mut Session<'_, B>,
         text: &TextFiles,
         prompt: &[u32],
@@ -120,13 +120,14 @@ impl Answer {
         stops: impl Fn() -> bool,
     ) -> Result<Self, CliError> {
         let mut growing = Growing::new(prompt.len(), session.cached(prompt), ends);
-        let mut failed = None;
+        let (mut failed, mut surplus, device) = (None, Surplus::default(), session.device());
         let show = |piece: &str| {
             if shows && !piece.is_empty() {
                 report::stream(piece);
             }
         };
         let generation = session.answer(prompt, options, |progress| {
+            surplus.after_step::<B>(&device, matches!(progress, Progress::Read(_)));
             if let Progress::Token(id) = progress {
                 match growing.push(id, &text.tokenizer) {
                     Ok(piece) => show(&piece),

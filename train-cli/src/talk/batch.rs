@@ -5,10 +5,11 @@
 
 use crate::{
     CliError,
+    memory::surplus::Surplus,
     model_files::TextFiles,
     talk::answer::{Answer, Growing},
 };
-use backend_nvfp4::Nvfp4Kernels;
+use backend_nvfp4::{DeviceMemory, Nvfp4Kernels};
 use model_qwen3::{
     kv_cache::KvPool,
     model::Qwen3,
@@ -49,8 +50,7 @@ pub struct Batch<'a, B: Nvfp4Kernels, L> {
     /// Answers that are made at once, at most.
     most: usize,
     running: Vec<Running<'a, B, L>>,
-    /// Parts of prompts that were read since freed buffers were given back.
-    parts: usize,
+    surplus: Surplus,
 }
 
 struct Running<'a, B: Nvfp4Kernels, L> {
@@ -62,17 +62,14 @@ struct Running<'a, B: Nvfp4Kernels, L> {
     failure: Option<CliError>,
 }
 
-/// Parts of prompts after which freed buffers are given back to the device: each length leaves some of its own.
-const PARTS: usize = 16;
-
-impl<'a, B: Nvfp4Kernels, L: Listener> Batch<'a, B, L> {
+impl<'a, B: Nvfp4Kernels + DeviceMemory, L: Listener> Batch<'a, B, L> {
     /// A batch of at most `most` answers, whose prompts and answers together have at most `tokens` tokens at once. The room for
     /// them is allocated.
     ///
     /// # Errors
     /// If the format of caches does not take the sizes of the model.
     pub fn new(model: &'a Qwen3<B>, text: &'a TextFiles, tokens: usize, most: usize) -> Result<Self, CliError> {
-        Ok(Self { model, text, pool: model.pool(tokens)?, most, running: vec![], parts: 0 })
+        Ok(Self { model, text, pool: model.pool(tokens)?, most, running: vec![], surplus: Surplus::default() })
     }
 
     /// Number of answers that are being made.
@@ -106,7 +103,7 @@ impl<'a, B: Nvfp4Kernels, L: Listener> Batch<'a, B, L> {
     /// # Errors
     /// If the device fails. What fails for one answer is told to its listener.
     pub fn step(&mut self) -> Result<(), CliError> {
-        self.parts += usize::from(self.running.iter().any(|running| running.answering.reads_prompt()));
+        let reads_chunks = self.running.iter().any(|running| running.answering.reads_chunk());
         let mut answers: Vec<_> = self.running.iter_mut().map(|r| (&mut r.session, &mut r.answering)).collect();
         let tokens = step(&mut answers)?;
         for (running, token) in self.running.iter_mut().zip(tokens) {
@@ -125,10 +122,7 @@ impl<'a, B: Nvfp4Kernels, L: Listener> Batch<'a, B, L> {
         }
         let ended: Vec<_> = self.running.extract_if(.., |running| running.answering.has_ended()).collect();
         ended.into_iter().for_each(|running| self.complete(running));
-        if self.parts >= PARTS || self.parts > 0 && self.running.is_empty() {
-            B::memory_cleanup(&self.model.device());
-            self.parts = 0;
-        }
+        self.surplus.after_step::<B>(&self.model.device(), reads_chunks || self.running.is_empty());
         Ok(())
     }
 
