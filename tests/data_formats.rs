@@ -101,6 +101,9 @@ fn one_conversation_is_the_same_in_every_format() {
     write("b.json", &format!(r#"[{{"messages": {messages}}}]"#));
     let of = |file: &str| plan(d, file, &[]).unwrap().split_once(" · ").unwrap().1.to_owned();
     assert_eq!(of("a.json"), of("b.json"));
+    // OpenAI's newer name of that role.
+    write("b.json", &format!(r#"[{{"messages": {}}}]"#, messages.replace(r#""system""#, r#""developer""#)));
+    assert_eq!(of("a.json"), of("b.json"));
     // The history of a row has the turns before it, and its answers are learned.
     write(
         "a.json",

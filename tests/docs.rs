@@ -39,11 +39,16 @@ fn a_broken_link_is_found() {
     assert!(broken.iter().all(|line| line.starts_with("doc/c.md:1: ")), "{broken:?}");
 }
 
-/// Outside the notebook and the decisions, which are dated: `path` names a file, and `path:name` something defined in it.
+/// The page of the notebook that says which test shows a feature.
+const FEATURES: &str = "doc/notebook/user-experience.md";
+
+/// Outside the notebook and the decisions, which are dated: `path` names a file, and `path:name` something defined in it. The page of
+/// features is held to the same.
 #[test]
 fn every_named_file_and_function_exists() {
     let mut missing = Vec::new();
-    for page in pages(&root()).iter().filter(|p| !p.starts_with("doc/notebook") && !p.starts_with("doc/decisions")) {
+    let dated = |p: &Path| p.starts_with("doc/notebook") && p != Path::new(FEATURES) || p.starts_with("doc/decisions");
+    for page in pages(&root()).iter().filter(|p| !dated(p)) {
         for (number, line) in prose(&read(&root().join(page)), true) {
             for name in line.split('`').skip(1).step_by(2).filter(|n| NAMED.iter().any(|folder| n.starts_with(folder)))
             {
@@ -54,6 +59,18 @@ fn every_named_file_and_function_exists() {
         }
     }
     assert!(missing.is_empty(), "named in a document and not found:\n{}", missing.join("\n"));
+}
+
+/// The sum of the page of features is that of its rows.
+#[test]
+fn the_sum_of_the_features_is_that_of_the_rows() {
+    let text = read(&root().join(FEATURES));
+    let (rows, sum) = text.split_once("## The sum").unwrap();
+    let answers: Vec<&str> = rows.lines().filter_map(|line| line.strip_prefix("| ")?.split(" | ").nth(1)).collect();
+    let answers: Vec<&str> = answers.into_iter().filter(|answer| ["yes", "no", "partly"].contains(answer)).collect();
+    let yes = answers.iter().filter(|answer| **answer == "yes").count();
+    assert!(sum.contains(&format!("{yes} of {} features are yes", answers.len())), "{yes} of {}", answers.len());
+    assert!(yes >= 52 && answers.len() == 60, "{yes} of {}", answers.len());
 }
 
 /// A mutant that a person wrote names a text that stands once in its file, and so does what the copy leaves out.

@@ -16,6 +16,7 @@ fn a_terminal_shows_how_far_a_run_has_come() {
     let d = dir.path();
     tiny_model(&d.join("m"), true);
     let Some(text) = terminal(d, 100, &format!("{FIT} -o r")) else { return };
+    assert!(text.contains("reading m/demo.tsv · 0 rows, 0 sequences"), "{text}");
     for part in ["0/3 steps", "the first step", "3/3 steps", "100 %", "evaluating", "exporting · ", "loading"] {
         assert!(text.contains(part), "no {part:?} in {text}");
     }

@@ -11,6 +11,7 @@ use crate::{
     },
     data_files,
     model_files::TextFiles,
+    progress::{self, Line},
     report,
     settings::{
         Auto, Format, LossOn, Overlong,
@@ -178,6 +179,7 @@ struct RowReader<'a> {
 
 impl RowReader<'_> {
     fn file(&mut self, path: &Path) -> Result<(), CliError> {
+        let _line = Line::of(&format!("reading {}", path.display()));
         match extensions::reader(path) {
             Some(Reader::Parquet) => self.table(path, parquet::objects(path)?),
             Some(Reader::Arrow) => self.table(path, arrow::objects(path)?),
@@ -188,6 +190,12 @@ impl RowReader<'_> {
             self.note(format!("the chat template leaves out {field:?}, which stands in {rows}"));
         }
         Ok(())
+    }
+
+    /// Says on a terminal how far reading has come.
+    fn show(&self, path: &Path) {
+        let (rows, sequences) = (report::count(self.report.rows, "row"), report::count(self.samples.len(), "sequence"));
+        progress::doing(&format!("reading {} · {rows}, {sequences}", path.display()));
     }
 
     /// Notes a sentence about the file.
@@ -237,8 +245,11 @@ impl RowReader<'_> {
         for (place, row) in rows {
             let place = Origin { file: self.index as u32, ..place };
             let before = self.samples.len();
+            if self.report.rows.is_multiple_of(SHOWN_EACH) {
+                self.show(path);
+            }
             let (row, weight) = row.map_err(|wrong| bad_row(path, place, wrong))?;
-            self.row(row, place).map_err(|error| of_row(path, place, error))?;
+            self.row(path, row, place).map_err(|error| of_row(path, place, error))?;
             self.weigh(before, weight, place);
             if self.samples.len() >= self.enough {
                 return Ok(());
@@ -261,13 +272,13 @@ impl RowReader<'_> {
     }
 
     /// Makes samples of a row.
-    fn row(&mut self, row: Row, place: Origin) -> Result<(), CliError> {
+    fn row(&mut self, path: &Path, row: Row, place: Origin) -> Result<(), CliError> {
         match row {
             Row::Header => {
                 self.report.header_skipped = true;
                 Ok(())
             }
-            Row::Document(content) => self.document(&content, place),
+            Row::Document(content) => self.document(path, &content, place),
             Row::Conversation(conversation) => {
                 self.report.rows += 1;
                 let (text, loss_on) = (self.text, self.options.loss_on);
@@ -292,7 +303,7 @@ impl RowReader<'_> {
     }
 
     /// Cuts a document into sequences.
-    fn document(&mut self, content: &str, place: Origin) -> Result<(), CliError> {
+    fn document(&mut self, path: &Path, content: &str, place: Origin) -> Result<(), CliError> {
         self.report.rows += 1;
         let most = self.options.max_seq_length;
         let mut ids = Vec::new();
@@ -308,6 +319,7 @@ impl RowReader<'_> {
             };
             ids.extend(self.text.tokenizer.encode(piece)?);
             self.sequences(&mut ids, most, place);
+            self.show(path);
         }
         Ok(())
     }
@@ -355,6 +367,8 @@ impl RowReader<'_> {
     }
 }
 
+/// Rows after which a terminal shows how many there are.
+const SHOWN_EACH: usize = 128;
 /// How files begin that gzip, bzip2, xz, zstd and zip have made.
 const COMPRESSED: [&[u8]; 5] = [b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd", b"PK\x03\x04"];
 

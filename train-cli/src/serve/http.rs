@@ -11,6 +11,7 @@ use super::{
     metrics::Metrics,
     refusal::Refusal,
     routes::{App, routes},
+    times::Times,
 };
 use crate::{
     CliError,
@@ -44,16 +45,10 @@ use tokio::sync::{Semaphore, mpsc};
 const LONGEST_QUEUE: usize = 64;
 /// Requests that are parsed at the same time.
 const MOST_PARSERS: usize = 2;
-/// Longest time of a connection. A client that reads nothing holds one as long.
-const LONGEST_CONNECTION: Duration = Duration::from_secs(3600);
 /// How long the listener waits when the system refuses a connection, for example for lack of file descriptors.
 const PAUSE: Duration = Duration::from_millis(200);
-/// Longest time that a client may take for the head of a request, or stay connected without one.
-const HEAD_TIME: Duration = Duration::from_secs(10);
 /// Most bytes of the head of a request.
 const LONGEST_HEAD: usize = 16 << 10;
-/// How long answers may take that are being made when the server is asked to end.
-const LAST_ANSWERS: Duration = Duration::from_secs(30);
 /// How often the listener looks whether it shall end.
 const LOOK: Duration = Duration::from_millis(50);
 
@@ -125,14 +120,15 @@ impl Server {
             began,
             replies: Default::default(),
             ending: Default::default(),
+            times: Times::OF_SERVER,
         };
-        let (ending, router) = (app.ending.clone(), router(app, self.key));
+        let (times, ending, router) = (app.times, app.ending.clone(), router(app, self.key));
         let serve = move || -> std::io::Result<()> {
             let signal = || interruption.received().map(Signal::name);
-            let cut = runtime.block_on(accept(self.listener, router, &ending, LAST_ANSWERS, signal));
+            let cut = runtime.block_on(accept(self.listener, router, &ending, times, signal));
             // Answers that are still being made are ended.
             runtime.shutdown_background();
-            let (cut, seconds) = (cut?, LAST_ANSWERS.as_secs());
+            let (cut, seconds) = (cut?, times.last_answers.as_secs());
             if cut > 0 {
                 report::line(format!("warning: the server ends {seconds} s after the signal; answers cut: {cut}"));
             }
@@ -149,20 +145,20 @@ fn router(app: App, key: Option<String>) -> Router {
     routes(Arc::new(app)).layer(middleware::from_fn_with_state(gate, passed))
 }
 
-/// Takes connections until `signal` names a signal that has arrived. Requests that are being answered then have `limit` time to
-/// end. Returns how many answers were cut.
+/// Takes connections until `signal` names a signal that has arrived. Requests that are being answered then have some time to end.
+/// Returns how many answers were cut.
 async fn accept(
     listener: TcpListener,
     router: Router,
     ending: &Ending,
-    limit: Duration,
+    times: Times,
     signal: impl Fn() -> Option<&'static str>,
 ) -> std::io::Result<usize> {
     let listener = tokio::net::TcpListener::from_std(listener)?;
     let places = Arc::new(Semaphore::new(MOST_CONNECTIONS));
     let open = GracefulShutdown::new();
     let mut server = http1::Builder::new();
-    server.timer(TokioTimer::new()).header_read_timeout(HEAD_TIME).max_buf_size(LONGEST_HEAD);
+    server.timer(TokioTimer::new()).header_read_timeout(times.head).max_buf_size(LONGEST_HEAD);
     let (mut look, mut callers) = (tokio::time::interval(LOOK), Callers::default());
     let signal = loop {
         let stream = tokio::select! {
@@ -199,7 +195,7 @@ async fn accept(
         tokio::spawn(async move {
             tokio::select! {
                 // What fails here is the client's network.
-                _ = tokio::time::timeout(LONGEST_CONNECTION, connection) => {}
+                _ = tokio::time::timeout(times.connection, connection) => {}
                 () = caller.must_leave() => {}
             }
             drop(place);
@@ -209,7 +205,7 @@ async fn accept(
     drop(listener);
     let last = if ending.unfinished() > 0 { "; the last answers are being made" } else { "" };
     report::line(format!("{signal}: no more questions are taken{last}"));
-    Ok(ending.after(open.shutdown(), limit).await)
+    Ok(ending.after(open.shutdown(), times.last_answers).await)
 }
 
 /// Who may ask.
@@ -288,11 +284,15 @@ mod tests {
         sync::atomic::{AtomicBool, Ordering},
     };
 
-    /// How long last answers may take here.
-    const LIMIT: Duration = Duration::from_secs(5);
+    /// Long enough for everything that is to happen here.
+    const LONG: Duration = Duration::from_secs(60);
+    const TIMES: Times =
+        Times { head: LONG, body: LONG, answer: LONG, connection: LONG, last_answers: Duration::from_secs(5) };
+    /// Too short for a client that waits.
+    const SHORT: Duration = Duration::from_millis(200);
 
     /// A server whose answers never end, because nobody makes them.
-    fn app(queue: mpsc::UnboundedSender<Question>) -> App {
+    fn app(queue: mpsc::UnboundedSender<Question>, times: Times) -> App {
         let demo = Path::new(env!("CARGO_MANIFEST_DIR")).join("assets/demo");
         let config = Qwen3Config::from_file(&demo.join("config.json")).unwrap();
         App {
@@ -307,6 +307,7 @@ mod tests {
             began: 0,
             replies: Default::default(),
             ending: Default::default(),
+            times,
         }
     }
 
@@ -316,10 +317,17 @@ mod tests {
         text
     }
 
-    #[test]
-    fn who_connects_at_the_end_is_refused_and_whose_answer_is_cut_is_told() {
-        let (sender, mut queue) = mpsc::unbounded_channel::<Question>();
-        let app = app(sender);
+    struct Served {
+        address: SocketAddr,
+        /// Asks the server to end.
+        ends: Arc<AtomicBool>,
+        server: std::thread::JoinHandle<std::io::Result<usize>>,
+        queue: mpsc::UnboundedReceiver<Question>,
+    }
+
+    fn served(times: Times) -> Served {
+        let (sender, queue) = mpsc::unbounded_channel::<Question>();
+        let app = app(sender, times);
         let (ending, router) = (app.ending.clone(), router(app, None));
         let listener = TcpListener::bind(("127.0.0.1", 0)).unwrap();
         listener.set_nonblocking(true).unwrap();
@@ -329,15 +337,62 @@ mod tests {
         let server = std::thread::spawn(move || {
             let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap();
             let signal = || signal.load(Ordering::Relaxed).then_some("SIGTERM");
-            runtime.block_on(accept(listener, router, &ending, LIMIT, signal))
+            runtime.block_on(accept(listener, router, &ending, times, signal))
         });
-        let ask = |header: &str, length: usize, body: &str| {
-            let mut stream = TcpStream::connect(address).unwrap();
-            stream.set_read_timeout(Some(Duration::from_secs(60))).unwrap();
-            let head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n";
-            write!(stream, "{head}Content-Length: {length}\r\n{header}\r\n{body}").unwrap();
-            stream
-        };
+        Served { address, ends, server, queue }
+    }
+
+    fn connected(address: SocketAddr) -> TcpStream {
+        let stream = TcpStream::connect(address).unwrap();
+        stream.set_read_timeout(Some(LONG)).unwrap();
+        stream
+    }
+
+    fn ask(address: SocketAddr, header: &str, length: usize, body: &str) -> TcpStream {
+        let mut stream = connected(address);
+        let head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n";
+        write!(stream, "{head}Content-Length: {length}\r\n{header}\r\n{body}").unwrap();
+        stream
+    }
+
+    /// A client that sends half of a head, or nothing, is not waited for; nor is one that sends half of a body. An answer that takes
+    /// too long is one no longer, whole or in pieces. No connection stays for ever.
+    #[test]
+    fn what_takes_too_long_ends() {
+        let slow_head = served(Times { head: SHORT, ..TIMES });
+        let mut half = connected(slow_head.address);
+        half.write_all(b"GET /health HTTP/1.1\r\nHost: ").unwrap();
+        assert_eq!(reply(half), "");
+        assert_eq!(reply(connected(slow_head.address)), "");
+
+        let slow_body = served(Times { body: SHORT, ..TIMES });
+        let text = reply(ask(slow_body.address, "Connection: close\r\n", 100, "{"));
+        assert!(text.starts_with("HTTP/1.1 408") && text.contains("the body took longer than 0.2 seconds"), "{text}");
+
+        let slow_answer = served(Times { answer: SHORT, ..TIMES });
+        let asked = |body: &str| reply(ask(slow_answer.address, "Connection: close\r\n", body.len(), body));
+        let text = asked(r#"{"prompt": "a"}"#);
+        assert!(text.starts_with("HTTP/1.1 504") && text.contains("the answer took longer than 0.2 seconds"), "{text}");
+        let text = asked(r#"{"prompt": "a", "stream": true}"#);
+        assert!(text.starts_with("HTTP/1.1 200") && text.contains("the answer took longer than 0.2 seconds"), "{text}");
+        assert!(!text.contains("[DONE]"), "{text}");
+
+        let short_lived = served(Times { connection: SHORT, ..TIMES });
+        let mut kept = connected(short_lived.address);
+        kept.write_all(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n").unwrap();
+        let text = reply(kept);
+        assert!(text.starts_with("HTTP/1.1 200"), "{text}");
+
+        for Served { ends, server, .. } in [slow_head, slow_body, slow_answer, short_lived] {
+            ends.store(true, Ordering::Relaxed);
+            assert_eq!(server.join().unwrap().unwrap(), 0);
+        }
+    }
+
+    #[test]
+    fn who_connects_at_the_end_is_refused_and_whose_answer_is_cut_is_told() {
+        let Served { address, ends, server, mut queue } = served(TIMES);
+        let ask = |header: &str, length: usize, body: &str| ask(address, header, length, body);
         // One answer at once, one in pieces, and a question that does not arrive as a whole.
         let (whole, pieces) = (r#"{"prompt": "a"}"#, r#"{"prompt": "a", "stream": true}"#);
         let whole = ask("", whole.len(), whole);

@@ -4,6 +4,7 @@
 //! |---|---|
 //! | `http` | the listener: who may connect, its limits, how it stops |
 //! | `callers` | the open connections, and which of them must make room for others |
+//! | `times` | how long a client, an answer and a connection may take |
 //! | `ending` | the last answers, and what clients are told whose answers are cut |
 //! | `routes` | one function for each address |
 //! | `request`, `json_fields` | the JSON of a question, checked field by field |
@@ -27,6 +28,7 @@ mod refusal;
 mod reply;
 mod request;
 mod routes;
+mod times;
 
 pub use engine::Engine;
 pub use http::{Address, Server};

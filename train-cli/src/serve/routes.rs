@@ -8,6 +8,7 @@ use super::{
     refusal::Refusal,
     reply::{Interface, Reply, Sent},
     request::Request,
+    times::Times,
 };
 use crate::{CliError, model_files::TextFiles, report, talk::answer::Answer};
 use axum::{
@@ -39,10 +40,6 @@ use tokio::{
 
 /// Most bytes of a request's body.
 const LONGEST_BODY: usize = 2 << 20;
-/// Longest time that the body of a request may take to arrive.
-const BODY_TIME: Duration = Duration::from_secs(30);
-/// Longest time that an answer may take.
-const LONGEST_TIME: Duration = Duration::from_secs(600);
 /// The page at `/`. It holds no data, and asks for nothing from elsewhere.
 const PAGE: &str = include_str!("page.html");
 /// What the page may load: only the script and the style that stand in it. `'unsafe-inline'` is what the standard of this header
@@ -74,6 +71,8 @@ pub(super) struct App {
     pub(super) replies: AtomicU64,
     /// The end of the server.
     pub(super) ending: Arc<Ending>,
+    /// How long requests may take.
+    pub(super) times: Times,
 }
 
 impl App {
@@ -154,9 +153,9 @@ async fn completion(State(app): State<Arc<App>>, request: extract::Request) -> R
 
 /// Answers a question of either interface.
 async fn answer(app: Arc<App>, interface: Interface, request: extract::Request) -> Result<Response, Refusal> {
-    let deadline = Instant::now() + LONGEST_TIME;
+    let deadline = Instant::now() + app.times.answer;
     let (head, body) = request.into_parts();
-    let body = checked_body(&head.headers, body).await?;
+    let body = checked_body(&head.headers, body, app.times.body).await?;
     if let Some(caller) = head.extensions.get::<Arc<Caller>>() {
         caller.has_asked();
     }
@@ -190,7 +189,7 @@ async fn answer(app: Arc<App>, interface: Interface, request: extract::Request) 
 }
 
 /// The body of a request. Only JSON is taken: a page of another site cannot send it without asking first.
-async fn checked_body(headers: &HeaderMap, body: Body) -> Result<Vec<u8>, Refusal> {
+async fn checked_body(headers: &HeaderMap, body: Body, longest: Duration) -> Result<Vec<u8>, Refusal> {
     let kind = headers.get(header::CONTENT_TYPE).and_then(|value| value.to_str().ok()).unwrap_or_default();
     if kind.split(';').next().is_none_or(|kind| !kind.trim().eq_ignore_ascii_case("application/json")) {
         let text = format!("the content type is {kind:?}; application/json is needed");
@@ -200,8 +199,8 @@ async fn checked_body(headers: &HeaderMap, body: Body) -> Result<Vec<u8>, Refusa
     if body.size_hint().lower() > LONGEST_BODY as u64 {
         return Err(too_long());
     }
-    timeout(BODY_TIME, joined(body)).await.unwrap_or_else(|_| {
-        let text = format!("the body took longer than {} seconds", BODY_TIME.as_secs());
+    timeout(longest, joined(body)).await.unwrap_or_else(|_| {
+        let text = format!("the body took longer than {} seconds", longest.as_secs_f64());
         Err(Refusal::new(StatusCode::REQUEST_TIMEOUT, text))
     })
 }
@@ -296,7 +295,7 @@ impl Waiting {
             Ok(Some(piece)) => Ok(piece),
             Ok(None) => Err(Refusal::new(StatusCode::INTERNAL_SERVER_ERROR, "the model does not answer any more")),
             Err(_) => {
-                let text = format!("the answer took longer than {} seconds", LONGEST_TIME.as_secs());
+                let text = format!("the answer took longer than {} seconds", self.app.times.answer.as_secs_f64());
                 Err(Refusal::new(StatusCode::GATEWAY_TIMEOUT, text))
             }
         }
