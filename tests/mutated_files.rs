@@ -349,7 +349,15 @@ fn row_readers(dir: &Path, text: &TextFiles) -> Vec<Reader> {
         Reader::new(name, file, command, move |path| read::load(&[path.to_owned()], &text, &OPTIONS).is_ok())
     };
     let mut all: Vec<Reader> = files.into_iter().map(reader).collect();
-    for name in ["messages.parquet", "alpaca.parquet", "messages.arrow", "alpaca.arrow", "completion.feather"] {
+    for name in [
+        "messages.parquet",
+        "alpaca.parquet",
+        "messages.arrow",
+        "alpaca.arrow",
+        "completion.feather",
+        "completion_zstd.feather",
+        "completion_lz4.feather",
+    ] {
         let (file, text) = (dir.join(name), text.clone());
         fs::copy(golden(&format!("tables/{name}")), &file).unwrap();
         let command = format!("data stats {name} -m m");

@@ -421,6 +421,11 @@ impl<B: Backend> Qwen3<B> {
         self
     }
 
+    /// The format in which caches keep keys and values.
+    pub fn cache_format(&self) -> CacheFormat {
+        self.info.cache
+    }
+
     /// The same weights with caches that keep keys and values in this format.
     #[must_use]
     pub fn with_cache_format(mut self, format: CacheFormat) -> Self {

@@ -234,7 +234,7 @@ impl<B: Nvfp4Kernels> Answering<B> {
     }
 
     /// Whether tokens of the prompt are read next.
-    pub fn reads_prompt(&self) -> bool {
+    fn reads_prompt(&self) -> bool {
         self.read_count < self.prompt
     }
 

@@ -4,8 +4,8 @@ use crate::{device, settings::DeviceChoice};
 use cudarc::driver::CudaContext;
 
 /// Words of a card's name, and TFLOP/s. A card has the first entry of which its name has all words. The figures are those of
-/// NVIDIA's data sheets, for some cards of the architecture's white paper; those with sparsity are halved. (Of GB10, in a DGX Spark,
-/// NVIDIA gives no figure for bf16.)
+/// NVIDIA's data sheets, for some cards of the architecture's white paper; those with sparsity are halved. (GB10, in a DGX Spark,
+/// is not here: NVIDIA's figure of it is for FP4 with sparsity.)
 const CARDS: [(&[&str], f64); 14] = [
     (&["B200"], 2250.0),
     (&["H200", "NVL"], 835.0),

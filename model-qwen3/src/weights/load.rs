@@ -57,7 +57,8 @@ pub fn load<B: Nvfp4Kernels>(
     let (model, used) = std::thread::scope(|scope| {
         let (sender, ahead) = sync_channel(1);
         if !tensors.is_outline() {
-            scope.spawn(move || read_ahead(tensors, config.num_hidden_layers, &sender));
+            let trains = master.is_some();
+            scope.spawn(move || read_ahead(tensors, config.num_hidden_layers, trains, &sender));
         }
         let mut loader = Loader { tensors, forge, used: HashSet::new(), ahead: Some(ahead) };
         // The receiver is dropped with the loader, also after an error, which ends the thread.
@@ -81,9 +82,11 @@ type Read = (String, Result<Packed, ModelError>);
 
 /// Reads the NVFP4 tensors of a model before [`build`] asks for them, so that the thread that uploads them need not wait for the
 /// disk. At most two are in memory before they are asked for. Ends when `sender` has no receiver.
-fn read_ahead(tensors: &dyn Tensors, blocks: usize, sender: &SyncSender<Read>) {
+fn read_ahead(tensors: &dyn Tensors, blocks: usize, trains: bool, sender: &SyncSender<Read>) {
     let is_packed = |name: &String| matches!(tensors.stored(name), Some(Stored::Packed { .. }));
-    for name in matrices(blocks).filter(is_packed) {
+    // Training decodes these on the host.
+    let is_decoded = |name: &String| trains && tensors.divides(name);
+    for name in matrices(blocks).filter(|name| is_packed(name) && !is_decoded(name)) {
         let packed = tensors.read_packed(&name);
         if sender.send((name, packed)).is_err() {
             return;

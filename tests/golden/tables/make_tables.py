@@ -47,6 +47,9 @@ for (name, compression), columns in tables.items():
     pyarrow.parquet.write_table(table, path.with_suffix(".parquet"), compression=compression, row_group_size=400)
 documents = pyarrow.table(tables[("documents", "lz4")])
 pyarrow.feather.write_feather(documents, folder / "zstd.feather", compression="zstd", chunksize=400)
+small = pyarrow.table(tables[("completion", "brotli")])
+for codec in ("zstd", "lz4"):
+    pyarrow.feather.write_feather(small, folder / f"completion_{codec}.feather", compression=codec)
 # The default is LZ4.
 pyarrow.feather.write_feather(documents, folder / "lz4.feather", chunksize=400)
 # Some 20 KB that stand for 200 MiB.

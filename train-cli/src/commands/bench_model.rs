@@ -140,8 +140,7 @@ fn decode<B: Nvfp4Kernels + DeviceMemory>(
     }
     let token = median(&mut seconds);
     // Each step reads all weights once, and the keys and values of each answer up to its middle.
-    let format = args.kv_cache_dtype.format(model.spec().precision)?;
-    let bytes = weight_bytes(model) / batch as f64 + cache_bytes(model, format, context + ANSWER / 2);
+    let bytes = weight_bytes(model) / batch as f64 + cache_bytes(model, context + ANSWER / 2);
     let share = rate.map(|rate| bytes / token / rate);
     let of_rate = share.map_or(String::new(), |share| format!(" · {:.0} % of the memory's rate", share * 100.0));
     let memory = B::memory_in_use(&model.device()).map(|memory| memory.reserved >> 20);
@@ -239,9 +238,9 @@ fn weight_bytes<B: Nvfp4Kernels>(model: &Qwen3<B>) -> f64 {
 }
 
 /// Bytes of keys and values of `tokens` tokens.
-fn cache_bytes<B: Nvfp4Kernels>(model: &Qwen3<B>, format: CacheFormat, tokens: usize) -> f64 {
+fn cache_bytes<B: Nvfp4Kernels>(model: &Qwen3<B>, tokens: usize) -> f64 {
     let c = model.config();
-    let size = if format == CacheFormat::E4m3 { 1 } else { model.spec().precision.dtype().size() };
+    let size = if model.cache_format() == CacheFormat::E4m3 { 1 } else { model.spec().precision.dtype().size() };
     (2 * c.num_hidden_layers * c.num_key_value_heads * c.head_dim * size * tokens) as f64
 }
 

@@ -8,8 +8,8 @@ use backend_nvfp4::DeviceMemory;
 const STEPS: usize = 64;
 /// Bytes that the pool may hold beside those in use. A chunk of a prompt takes about a hundred MB in Qwen3-4B.
 const SPARE: u64 = 128 << 20;
-/// The same as a part of what is in use: larger models have larger activations.
-const SPARE_PART: u64 = 32;
+/// Or one byte for so many in use, if that is more: larger models have larger activations.
+const IN_USE_FOR_A_SPARE: u64 = 32;
 
 /// What was done since the pool was last looked at.
 #[derive(Debug, Default)]
@@ -31,7 +31,7 @@ impl Surplus {
 /// Gives free buffers back to the device if there are many.
 fn give_back<B: DeviceMemory>(device: &B::Device) {
     if let Some(memory) = B::memory_in_use(device)
-        && memory.reserved > memory.in_use + SPARE.max(memory.in_use / SPARE_PART)
+        && memory.reserved > memory.in_use + SPARE.max(memory.in_use / IN_USE_FOR_A_SPARE)
     {
         B::memory_cleanup(device);
     }

@@ -410,8 +410,8 @@ pub enum HeadFormat {
     /// head, which makes answers faster
     Nvfp4,
     /// In bf16 if the head of the source is separate, or is an NVFP4 copy of the embedding; otherwise the head is the embedding,
-    /// which is stored once, in f16. The source is the file with which training began, or for convert, and for export-dat of
-    /// anything but a checkpoint, the input
+    /// which is stored once, in f16. The source is the file with which training began. (For convert, and for export-dat of
+    /// anything but a checkpoint, it is the input.)
     Bf16,
 }
 

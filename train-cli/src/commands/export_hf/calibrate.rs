@@ -14,6 +14,7 @@ use crate::{
     },
     data_files,
     device::{self, Job},
+    memory::surplus::Surplus,
     plan,
     progress::Line,
     report,
@@ -166,9 +167,6 @@ struct Measure<'a> {
     rows: &'a CalibrationRows,
 }
 
-/// Rows after which freed buffers are given back to the device: each length leaves some of its own.
-const ROWS_BETWEEN_CLEANUPS: usize = 16;
-
 impl Job for Measure<'_> {
     type Output = Calibration;
 
@@ -193,7 +191,7 @@ impl Job for Measure<'_> {
         samples.truncate(rows.most);
         let model = stored.load::<B>(Recipe::W4, precision, &device)?;
         let inputs = Arc::new(InputMaxima::<B>::default());
-        let line = Line::steps(0, samples.len());
+        let (line, mut surplus) = (Line::steps(0, samples.len()), Surplus::default());
         for (i, sample) in samples.iter().enumerate() {
             // A row by itself has no padding, which would be measured too.
             let ids = ids_tensor(std::slice::from_ref(&sample.ids), &stored.config, &device)?;
@@ -204,9 +202,7 @@ impl Job for Measure<'_> {
                               broken, or the number format overflows; try --device cpu, which computes in f32";
                 return Err(CliError::corrupt(stored.weights.path(), reason));
             }
-            if (i + 1).is_multiple_of(ROWS_BETWEEN_CLEANUPS) {
-                B::memory_cleanup(&device);
-            }
+            surplus.after_step::<B>(&device, true);
             line.set(i + 1);
         }
         let tokens = samples.iter().map(|sample| sample.ids.len()).sum();
