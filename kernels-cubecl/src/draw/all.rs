@@ -216,9 +216,9 @@ fn border_at<N: Size>(
     let mut key = 0u32;
     let mut above = 0.0f32;
     let mut here = 0.0f32;
-    #[unroll]
+    // A loop, because each copy of its barriers would cost time to compile.
     for round in 0..ROUNDS {
-        let shift = comptime!(u32::BITS - BITS * (round + 1));
+        let shift = (ROUNDS - 1u32 - round) * BITS;
         let (bin, higher, sum) =
             next_bits(x, row, inside, &Found { key, id: 0u32, above, share }, shared, shift, false, by_mass);
         key |= bin << shift;
@@ -229,9 +229,8 @@ fn border_at<N: Size>(
     // Of several ids with this logit, the first ones are kept.
     if here > 1.5f32 * weight_of(logit_of(key), row, by_mass) {
         let mut complement = 0u32;
-        #[unroll]
         for round in 0..ROUNDS {
-            let shift = comptime!(u32::BITS - BITS * (round + 1));
+            let shift = (ROUNDS - 1u32 - round) * BITS;
             let found = Found { key, id: complement, above, share };
             let (bin, higher, _) = next_bits(x, row, inside, &found, shared, shift, true, by_mass);
             complement |= bin << shift;
@@ -251,7 +250,7 @@ fn next_bits<N: Size>(
     inside: &Border,
     found: &Found,
     shared: &mut Shared,
-    #[comptime] shift: u32,
+    shift: u32,
     #[comptime] of_id: bool,
     #[comptime] by_mass: bool,
 ) -> (u32, f32, f32) {
@@ -274,10 +273,8 @@ fn next_bits<N: Size>(
                 bits = found.id;
                 is_here = is_here && key == found.key;
             }
-            if comptime!(shift + BITS < u32::BITS) {
-                is_here = is_here && word >> comptime!(shift + BITS) == bits >> comptime!(shift + BITS);
-            }
-            if is_here {
+            // Two shifts, because a word cannot be shifted by all of its bits at once.
+            if is_here && (word >> shift) >> BITS == (bits >> shift) >> BITS {
                 let bin = ((word >> shift) & comptime!(BINS as u32 - 1)) as usize;
                 shared.bins[bin * (CUBE_DIM as usize) + UNIT_POS as usize] += weight_of(logits[lane], row, by_mass);
             }
