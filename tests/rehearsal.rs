@@ -29,7 +29,7 @@ use std::{
     fs,
     ops::ControlFlow,
     path::Path,
-    sync::{Mutex, Once, atomic::AtomicBool},
+    sync::{Arc, Mutex, Once, atomic::AtomicBool},
 };
 use train_cli::{
     CliError, ahead,
@@ -142,6 +142,7 @@ fn write_model(d: &Path) {
 struct Answered<'a> {
     stored: &'a StoredModel,
     recipe: Recipe,
+    cache: CacheFormat,
     /// Whether the model is an outline, and not loaded with all its blocks.
     outline: bool,
     prompt: Option<usize>,
@@ -151,11 +152,12 @@ impl Job for Answered<'_> {
     type Output = ();
 
     fn run<B: Nvfp4Kernels + DeviceServices>(self, device: B::Device, precision: Precision) -> Result<(), CliError> {
-        let Self { stored, recipe, outline, prompt } = self;
+        let Self { stored, recipe, cache, outline, prompt } = self;
         let model = match outline {
             true => stored.outline::<B>(recipe, precision, &device)?,
             false => stored.load::<B>(recipe, precision, &device)?,
         };
+        let model = model.with_cache_format(cache);
         let Some(prompt) = prompt else { return Ok(()) };
         // A greedy answer to the prompt, and others to a prompt of one token: drawn from few tokens and from all, and with a penalty.
         let penalized = Sampling { repetition_penalty: 1.3, ..Sampling::GREEDY };
@@ -169,57 +171,108 @@ impl Job for Answered<'_> {
     }
 }
 
+/// A model, and how it answers on a card.
+struct Case {
+    file: &'static str,
+    recipe: Recipe,
+    arch: u32,
+    precision: Precision,
+    cache: CacheFormat,
+}
+
+/// The names of kernels by their keys.
+type Kernels = BTreeMap<u128, String>;
+
+/// The kernels that a job launches. The text of each is made once for all jobs: that takes most of the time of a rehearsal.
+fn heard(arch: u32, precision: Precision, job: impl Job<Output = ()>) -> Kernels {
+    static KNOWN: Mutex<Kernels> = Mutex::new(BTreeMap::new());
+    let asked = Arc::<Mutex<BTreeSet<u128>>>::default();
+    let hears = asked.clone();
+    let is_compiled = move |key| {
+        hears.lock().unwrap().insert(key);
+        KNOWN.lock().unwrap().contains_key(&key)
+    };
+    let launches = ahead::rehearsed(rehearsing_with(arch, Box::new(is_compiled)), precision, job).unwrap();
+    let mut known = KNOWN.lock().unwrap();
+    known.extend(launches.into_iter().map(|launch| (launch.key, launch.entry)));
+    asked.lock().unwrap().iter().map(|key| (*key, known[key].clone())).collect()
+}
+
 /// An outline of a model launches the kernels of the model. Making the outline and loading the model launch others.
+fn same_kernels(d: &Path, case: &Case, prompts: &[usize]) {
+    let Case { file, recipe, arch, precision, cache } = *case;
+    let label = format!("{file}, {}, sm_{arch}, {precision:?}, {cache:?}", recipe.name());
+    let stored = StoredModel::open("--model", &d.join(file), Some(d)).unwrap();
+    let launched =
+        |outline, prompt| heard(arch, precision, Answered { stored: &stored, recipe, cache, outline, prompt });
+    let (outline, loaded) = (launched(true, None), launched(false, None));
+    for prompt in prompts.iter().copied() {
+        let expected = Expected { steps: vec![vec![prompt]], together: 1 };
+        let rehearsed = heard(arch, precision, FirstAnswers { stored: &stored, recipe, cache, expected });
+        let answered = launched(false, Some(prompt));
+        // How many units fill a buffer depends on its length, and a rehearsal has a short answer besides.
+        let of_answers = |mut kernels: Kernels| {
+            kernels.retain(|key, name| {
+                !outline.contains_key(key) && !loaded.contains_key(key) && !name.starts_with("full_kernel")
+            });
+            kernels
+        };
+        let (rehearsed, answered) = (of_answers(rehearsed), of_answers(answered));
+        assert!(answered.len() > 5, "{label}: {answered:?}");
+        assert_eq!(rehearsed, answered, "{label}, {prompt} tokens");
+    }
+}
+
 #[test]
 fn the_rehearsal_of_answers_launches_the_kernels_of_answers() {
     let dir = tempfile::tempdir().unwrap();
     let d = dir.path();
     write_model(d);
-    let keys = |launches: &[Launch]| launches.iter().map(|launch| launch.key).collect::<BTreeSet<_>>();
-    let count = |launches: &[Launch], part: &str| launches.iter().filter(|l| l.entry.contains(part)).count();
     // Two of its six blocks have dense weights.
     let line = "fit -m model.safetensors --tokenizer . --synthetic --max-seq-length 32 --max-steps 1 --recipe w4a4 \
                 --bf16-last-blocks 2 --device cpu -o r";
     ok(d, &line.split_whitespace().collect::<Vec<_>>());
-    for (file, recipe, arch) in [
-        ("x.dat", Recipe::W4, 90),
-        ("x.dat", Recipe::W4a4, 90),
-        ("x.dat", Recipe::W4a4, 80),
-        ("model.safetensors", Recipe::W4, 90),
-        ("r/final", Recipe::W4a4, 90),
+    let in_bf16 =
+        |file, recipe, arch| Case { file, recipe, arch, precision: Precision::Bf16, cache: CacheFormat::Native };
+    for case in [
+        in_bf16("x.dat", Recipe::W4, 90),
+        in_bf16("x.dat", Recipe::W4a4, 90),
+        in_bf16("x.dat", Recipe::W4a4, 80),
+        in_bf16("model.safetensors", Recipe::W4, 90),
+        in_bf16("r/final", Recipe::W4a4, 90),
     ] {
-        let stored = StoredModel::open("--model", &d.join(file), Some(d)).unwrap();
-        let launches = |outline, prompt| {
-            let job = Answered { stored: &stored, recipe, outline, prompt };
-            ahead::rehearsed(rehearsing(arch), Precision::Bf16, job).unwrap()
-        };
-        let (outline, loaded) = (launches(true, None), launches(false, None));
-        let made: BTreeSet<u128> = keys(&outline).union(&keys(&loaded)).copied().collect();
-        for prompt in [1, 20, 700, 1024 - 3] {
-            let expected = Expected { steps: vec![vec![prompt]], together: 1 };
-            let job = FirstAnswers { stored: &stored, recipe, cache: CacheFormat::Native, expected };
-            let rehearsed = ahead::rehearsed(rehearsing(arch), Precision::Bf16, job).unwrap();
-            let answered = launches(false, Some(prompt));
-            // How many units fill a buffer depends on its length, and a rehearsal has a short answer besides.
-            let fills = |launch: &Launch| launch.entry.starts_with("full_kernel");
-            let of_answers = |launches: &[Launch]| {
-                let kept = launches.iter().filter(|launch| !made.contains(&launch.key) && !fills(launch));
-                kept.map(|launch| (launch.key, launch.entry.clone())).collect::<BTreeMap<_, _>>()
-            };
-            let (rehearsed, answered) = (of_answers(&rehearsed), of_answers(&answered));
-            assert!(answered.len() > 5, "{answered:?}");
-            assert_eq!(rehearsed, answered, "{file}, {}, {prompt} tokens", recipe.name());
-        }
+        same_kernels(d, &case, &[1, 20, 700, 1024 - 3]);
+        let Case { file, recipe, arch, precision, cache } = case;
         // Five answers end one after another: there are forms for one, two, four and eight tokens.
-        let job = FirstAnswers {
-            stored: &stored,
-            recipe,
-            cache: CacheFormat::Native,
-            expected: Expected { steps: vec![], together: 5 },
-        };
-        let together = ahead::rehearsed(rehearsing(arch), Precision::Bf16, job).unwrap();
+        let stored = StoredModel::open("--model", &d.join(file), Some(d)).unwrap();
+        let job = FirstAnswers { stored: &stored, recipe, cache, expected: Expected { steps: vec![], together: 5 } };
+        let blocks = heard(arch, precision, job).values().filter(|name| name.contains("decoder_block")).count();
         let kinds = if file == "r/final" { 2 } else { 1 };
-        assert_eq!(count(&together, "decoder_block"), 4 * kinds, "{file}, {}", recipe.name());
+        assert_eq!(blocks, 4 * kinds, "{file}, {}", recipe.name());
+    }
+}
+
+/// So it is with an 8-bit cache, an NVFP4 head and given scales of activations, and in the other number formats.
+#[test]
+fn the_rehearsal_knows_every_cache_head_scale_and_format() {
+    let dir = tempfile::tempdir().unwrap();
+    let d = dir.path();
+    write_model(d);
+    ok(d, &["convert", "model.safetensors", "head.dat", "--dtype", "nvfp4", "--head", "nvfp4"]);
+    let line = "export-hf -m model.safetensors --tokenizer . -o given --format compressed-tensors --activations nvfp4 \
+                --calibration-data rows.txt --calibration-rows 1 --device cpu";
+    fs::write(d.join("rows.txt"), "Who are you?").unwrap();
+    ok(d, &line.split_whitespace().collect::<Vec<_>>());
+    let [native, bytes] = [CacheFormat::Native, CacheFormat::E4m3];
+    for (file, recipe, precision, cache) in [
+        ("x.dat", Recipe::W4a4, Precision::Bf16, bytes),
+        ("head.dat", Recipe::W4, Precision::Bf16, native),
+        ("given", Recipe::W4a4, Precision::Bf16, native),
+        ("x.dat", Recipe::W4, Precision::F16, bytes),
+        ("x.dat", Recipe::W4, Precision::F32, native),
+        ("x.dat", Recipe::W4a4, Precision::Tf32, native),
+    ] {
+        same_kernels(d, &Case { file, recipe, arch: 90, precision, cache }, &[20, 700]);
     }
 }
 
@@ -277,18 +330,14 @@ fn answers_to_many_prompts_launch_the_kernels_of_the_rehearsal() {
         let stored = StoredModel::open("--model", &d.join("x.dat"), Some(d)).unwrap();
         let expected = Expected::unknown(TOGETHER);
         let job = FirstAnswers { stored: &stored, recipe, cache: CacheFormat::Native, expected };
-        let rehearsed = ahead::rehearsed(rehearsing(arch), Precision::Bf16, job).unwrap();
-        let rehearsed: BTreeSet<u128> = rehearsed.iter().map(|launch| launch.key).collect();
-        let loading = Answered { stored: &stored, recipe, outline: false, prompt: None };
-        let loading = ahead::rehearsed(rehearsing(arch), Precision::Bf16, loading).unwrap();
-        let loading: BTreeSet<u128> = loading.iter().map(|launch| launch.key).collect();
-        let job = ManyAnswered { stored: &stored, recipe };
-        let answered = ahead::rehearsed(rehearsing(arch), Precision::Bf16, job).unwrap();
+        let rehearsed = heard(arch, Precision::Bf16, job);
+        let loading = Answered { stored: &stored, recipe, cache: CacheFormat::Native, outline: false, prompt: None };
+        let loading = heard(arch, Precision::Bf16, loading);
+        let mut answered = heard(arch, Precision::Bf16, ManyAnswered { stored: &stored, recipe });
         // How many units copy a part of a matrix depends on the length of the part.
-        let copies = |launch: &Launch| launch.entry.starts_with("copy_kernel");
-        let answered = answered.iter().filter(|launch| !loading.contains(&launch.key) && !copies(launch));
-        let (known, missing): (Vec<_>, Vec<_>) = answered.partition(|launch| rehearsed.contains(&launch.key));
-        let missing: Vec<&str> = missing.iter().map(|launch| launch.entry.as_str()).collect();
+        answered.retain(|key, name| !loading.contains_key(key) && !name.starts_with("copy_kernel"));
+        let (known, missing): (Kernels, Kernels) =
+            answered.into_iter().partition(|(key, _)| rehearsed.contains_key(key));
         assert!(known.len() > 15, "{}", known.len());
         assert!(missing.is_empty(), "{}, sm_{arch}: {missing:?}", recipe.name());
     }
@@ -329,7 +378,7 @@ fn decoding_reserves_no_memory() {
         for sampling in [Sampling::GREEDY, Sampling::CARD] {
             let reserved = Mutex::new(vec![]);
             let job = LongAnswer { stored: &stored, sampling, reserved: &reserved };
-            ahead::rehearsed(rehearsing(arch), Precision::Bf16, job).unwrap();
+            heard(arch, Precision::Bf16, job);
             let reserved = reserved.into_inner().unwrap();
             // The first tokens fill the device's lists of buffers that can be used again.
             let (begin, rest) = reserved.split_at(8);
@@ -372,7 +421,7 @@ fn prompts_of_many_lengths_leave_little_behind() {
     let stored = StoredModel::open("--model", &d.join("x.dat"), Some(d)).unwrap();
     let spare = Mutex::new(vec![]);
     let job = Turns { stored: &stored, spare: &spare };
-    ahead::rehearsed(rehearsing(90), Precision::Bf16, job).unwrap();
+    heard(90, Precision::Bf16, job);
     let spare = spare.into_inner().unwrap();
     // One turn may leave a few MB more than the 128 MiB at which they are given back.
     assert!(spare.len() == 100 && spare.iter().all(|bytes| *bytes < 144 << 20), "{spare:?}");

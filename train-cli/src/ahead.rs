@@ -105,10 +105,6 @@ fn begin<J: Job<Output = ()>>(choice: DeviceChoice, precision: Precision, rehear
     let (DeviceChoice::Cuda(index), Some(cache)) = (choice, &CubeClRuntimeConfig::get().compilation.cache) else {
         return Ok(Ahead::default());
     };
-    // In f32 a rehearsal would make every value of the embedding on the host.
-    if precision.dtype().size() != 2 {
-        return Ok(Ahead::default());
-    }
     let begun = Instant::now();
     let failed = move |reason: String| CliError::Device { device: format!("cuda:{index}"), reason };
     let (major, minor) = CudaContext::new(index)

@@ -24,7 +24,7 @@ impl SourceDevice {
         let entry = Entry { arch, on_launch, ..Entry::default() };
         let mut devices = devices();
         // The server of a device has its properties for good.
-        let fits = |other: &Entry| other.idle && other.arch == arch && entry.stands_for().is_none();
+        let fits = |other: &Entry| other.idle && other.arch == arch && other.stands_for() == entry.stands_for();
         let place = devices.iter().position(fits).unwrap_or(devices.len());
         match devices.get_mut(place) {
             Some(idle) => *idle = entry,
@@ -38,12 +38,18 @@ impl SourceDevice {
         devices().get_mut(usize::from(self.0)).map(|entry| std::mem::take(&mut entry.launches)).unwrap_or_default()
     }
 
-    /// Lets another device of this architecture take its place. CubeCL runs a thread for each device until the process
-    /// ends, which looks for work many thousand times a second: a hundred of them take half of the processor.
+    /// Lets another device of this architecture take its place, which stands for the same GPU or for none, as this one does. CubeCL
+    /// runs a thread for each device until the process ends, which looks for work many thousand times a second: a hundred of them take
+    /// half of the processor.
     pub fn give_back(&self) {
         if let Some(entry) = devices().get_mut(usize::from(self.0)) {
-            let reusable = entry.stands_for().is_none();
-            *entry = Entry { arch: entry.arch, idle: reusable, ..Entry::default() };
+            let on_launch = match std::mem::take(&mut entry.on_launch) {
+                OnLaunch::Rehearse { properties, .. } => {
+                    OnLaunch::Rehearse { properties, is_compiled: Box::new(|_| true) }
+                }
+                OnLaunch::Record | OnLaunch::Run(_) => OnLaunch::Record,
+            };
+            *entry = Entry { arch: entry.arch, on_launch, idle: true, ..Entry::default() };
         }
     }
 
