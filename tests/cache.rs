@@ -3,8 +3,14 @@
 //! with quantized activations.
 
 use crate::support::{Cpu, Cube, Feature, files::ok, golden, lacks, on_gpu, supports};
-use backend_nvfp4::{CacheFormat, LinearSpec, MasterKind, Nvfp4Kernels, Precision, Recipe, Scaling};
-use burn::tensor::DType;
+use backend_nvfp4::{
+    CacheFormat, GivenScale, LinearSpec, MasterKind, Nvfp4Kernels, Nvfp4Linear, Nvfp4Tensor, PackedMaster,
+    PackedWeight, Precision, Recipe, Scaling,
+};
+use burn::{
+    module::Param,
+    tensor::{DType, Tensor},
+};
 use burn_cubecl::CubeRuntime;
 use kernels_cubecl::mma;
 use model_qwen3::{
@@ -14,7 +20,7 @@ use model_qwen3::{
     model::{Qwen3, ids_tensor},
     sampling::Sampling,
     session::{Answering, GenerateOptions, Session, generate, step},
-    weights::{self, Purpose, to_host},
+    weights::{self, Purpose, Replace, to_host},
 };
 use std::{
     ops::ControlFlow,
@@ -133,19 +139,52 @@ fn own_sequence<R: CubeRuntime>(precision: Precision) {
     // A software GPU takes long: there one recipe reads prompts.
     let recipes = if is_card { &recipes[..] } else { &recipes[2..] };
     let formats = if is_card { &[CacheFormat::Native, CacheFormat::E4m3][..] } else { &[CacheFormat::Native] };
-    let ids = various_ids(if is_card { 600 } else { 140 });
-    for (recipe, columns) in recipes.iter().copied() {
+    let ids = various_ids(if is_card { 1000 } else { 140 });
+    let of = |recipe, columns| {
         let spec = LinearSpec::new(recipe, Scaling::Two, precision).each_row();
-        let model = weights::random::<Cube<R>>(&config(columns), spec, MasterKind::Nvfp4, 3, &device).unwrap();
+        weights::random::<Cube<R>>(&config(columns), spec, MasterKind::Nvfp4, 3, &device).unwrap()
+    };
+    let models = recipes.iter().map(|(recipe, columns)| (format!("{recipe:?}"), of(*recipe, *columns)));
+    let mixed = is_card.then(|| ("a mixed model".to_owned(), mixed(of(Recipe::W4a4, 512))));
+    for (name, model) in models.chain(mixed) {
         for format in formats.iter().copied() {
-            let label = format!("{recipe:?} in {precision:?}, {format:?}");
+            let label = format!("{name} in {precision:?}, {format:?}");
             let model = model.clone().with_cache_format(format);
-            prompts_in_parts_and_together_as_alone(&model, &ids, &label);
+            let lengths = if is_card { &[1, 5, 16, 17, 40, 600, 1000][..] } else { &[1, 17, 40] };
+            prompts_in_parts_and_together_as_alone(&model, &ids, lengths, &label);
             if is_card {
                 decoded_together_as_alone(&model, &ids, &label);
                 answers_together_as_alone(&model, &ids, &label);
             }
         }
+    }
+}
+
+/// The model with an NVFP4 head, its last block in bf16, and tensor scales for the activations of every layer.
+fn mixed<B: Nvfp4Kernels>(mut model: Qwen3<B>) -> Qwen3<B> {
+    let head = Nvfp4Tensor::quantize(model.embed_tokens.val().cast(DType::F32), model.spec().weights());
+    model.lm_head = Some(Nvfp4Linear::Packed(head.into()));
+    model.layers = model.layers.into_iter().map(|block| Scaled.block(block)).collect();
+    model.with_bf16_last_blocks(1)
+}
+
+/// Gives layers of NVFP4 weights a tensor scale for their activations, as a file may. A few activations are larger than it allows.
+struct Scaled;
+
+impl<B: Nvfp4Kernels> Replace<B> for Scaled {
+    fn vector(&mut self, p: Param<Tensor<B, 1>>) -> Param<Tensor<B, 1>> {
+        p
+    }
+
+    fn matrix(&mut self, p: Param<Tensor<B, 2>>) -> Param<Tensor<B, 2>> {
+        p
+    }
+
+    fn linear(&mut self, linear: Nvfp4Linear<B>) -> Nvfp4Linear<B> {
+        let Nvfp4Linear::PackedMaster(PackedMaster { weight, .. }) = linear else {
+            panic!("the weights of this model are NVFP4")
+        };
+        Nvfp4Linear::Packed(PackedWeight { weight, input: GivenScale::of_scale(2.0 / 2688.0) })
     }
 }
 
@@ -163,7 +202,7 @@ fn the_bits_of_a_token_depend_on_its_own_sequence_on_the_cpu() {
         let spec = LinearSpec::new(recipe, Scaling::Two, Precision::F32).each_row();
         let model = weights::random::<Cpu>(&config(512), spec, master, 3, &Default::default()).unwrap();
         let label = format!("{recipe:?} on the CPU");
-        prompts_in_parts_and_together_as_alone(&model, &ids, &label);
+        prompts_in_parts_and_together_as_alone(&model, &ids, &[1, 5, 16, 17, 40], &label);
         // With NVFP4 weights, each product dequantizes them, which takes too long for answers here.
         if recipe == Recipe::Bf16 {
             answers_together_as_alone(&model, &ids, &label);
@@ -172,13 +211,18 @@ fn the_bits_of_a_token_depend_on_its_own_sequence_on_the_cpu() {
 }
 
 /// Hidden states of a prompt in one piece are those of its parts, and those beside another prompt, bit for bit.
-fn prompts_in_parts_and_together_as_alone<B: Nvfp4Kernels>(model: &Qwen3<B>, ids: &[u32], label: &str) {
+fn prompts_in_parts_and_together_as_alone<B: Nvfp4Kernels>(
+    model: &Qwen3<B>,
+    ids: &[u32],
+    lengths: &[usize],
+    label: &str,
+) {
     let (config, device) = (model.config(), model.device());
     let hidden = |ids: &[u32], sequences: &mut [(&mut KvCache<B>, NewTokens)]| {
         to_host(model.forward_cached(ids_tensor(&[ids.to_vec()], config, &device).unwrap(), sequences)).unwrap()
     };
-    let pool = model.pool(2 * 640).unwrap();
-    for length in [1, 5, 16, 17, 40, 600].into_iter().filter(|length| *length <= ids.len()) {
+    let pool = model.pool(2 * 1024).unwrap();
+    for length in lengths.iter().copied() {
         let prompt = &ids[..length];
         let mut cache = pool.cache(&[], length).unwrap();
         let alone = hidden(prompt, &mut [(&mut cache, NewTokens::Prompt(length))]);

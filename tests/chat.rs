@@ -2,12 +2,15 @@
 //! read at once. Commands, scripts, saved conversations, a full context and Ctrl-C do what `/help` says.
 
 use crate::support::{
-    Cpu,
+    Cpu, Cube, Feature,
     files::{F32, at_terminal, command, demo_file, no_terminal, ok, refused, run, send, tiny_model_with_spread},
-    golden,
+    golden, lacks, on_gpu,
     scripted::{numbers_tokenizer, scripted_model},
 };
-use backend_nvfp4::CacheFormat;
+use backend_nvfp4::{CacheFormat, LinearSpec, Nvfp4Kernels, Precision, Recipe, Scaling};
+use burn::tensor::DType;
+use burn_cubecl::CubeRuntime;
+use kernels_cubecl::mma;
 use model_qwen3::{
     config::Qwen3Config,
     container::Container,
@@ -403,6 +406,30 @@ fn ctrl_c_at_a_terminal_does_not_end_the_program() {
     chat.exit();
 }
 
+/// What a person types is kept for later conversations, where the arrow keys find it.
+#[test]
+#[cfg(unix)]
+fn a_later_conversation_remembers_what_was_typed() {
+    let dir = tempfile::tempdir().unwrap();
+    let d = dir.path();
+    endless_model(d);
+    let Some(mut chat) = Terminal::of(d, "xterm", "--max-tokens 3") else { return };
+    chat.wait_for("> ");
+    chat.types("Remembered\r");
+    chat.wait_for("+ 3 answer tokens");
+    chat.exit();
+    let Some(mut chat) = Terminal::of(d, "xterm", "--max-tokens 3") else { return };
+    chat.wait_for("> ");
+    // Up twice: over the `/exit` of before.
+    chat.types("\x1b[A");
+    chat.wait_for("/exit");
+    chat.types("\x1b[A");
+    chat.wait_for("Remembered");
+    chat.types("\r");
+    chat.wait_for("+ 3 answer tokens");
+    chat.exit();
+}
+
 /// Results that go to a file are only the results: what a person types is drawn on the terminal.
 #[test]
 #[cfg(unix)]
@@ -537,6 +564,26 @@ fn a_run_folder_answers_as_it_was_trained() {
 /// tokens each time. With a cache of 8-bit numbers, too.
 #[test]
 fn every_way_to_read_a_conversation_gives_the_same_tokens() {
+    same_in_every_way::<Cpu>(F32);
+}
+
+/// Where products and attention have kernels of their own, so that the bits of a token depend on its own sequence alone.
+#[test]
+fn every_way_to_read_a_conversation_gives_the_same_tokens_on_the_gpu() {
+    fn on_cube<R: CubeRuntime>() {
+        if !mma::supported(&R::client(&Default::default()), DType::BF16.into()) {
+            return lacks(Feature::TensorCores);
+        }
+        for (recipe, precision) in
+            [(Recipe::W4, Precision::F32), (Recipe::W4, Precision::Bf16), (Recipe::W4a4, Precision::Bf16)]
+        {
+            same_in_every_way::<Cube<R>>(LinearSpec::new(recipe, Scaling::Two, precision).each_row());
+        }
+    }
+    on_gpu!(on_cube);
+}
+
+fn same_in_every_way<B: Nvfp4Kernels>(spec: LinearSpec) {
     for (fixture, format) in [
         ("tiny-tied", CacheFormat::Native),
         ("tiny-untied", CacheFormat::Native),
@@ -546,8 +593,9 @@ fn every_way_to_read_a_conversation_gives_the_same_tokens() {
         let folder = golden(&format!("hf-qwen3/{fixture}")).canonicalize().unwrap();
         let config = Qwen3Config::from_file(&folder.join("config.json")).unwrap();
         let weights = Container::open(&folder).unwrap();
-        let model: Qwen3<Cpu> = weights::load(&weights, &config, F32, Purpose::Infer, &Default::default()).unwrap();
+        let model: Qwen3<B> = weights::load(&weights, &config, spec, Purpose::Infer, &Default::default()).unwrap();
         let model = model.with_cache_format(format);
+        let label = format!("{fixture}, {format:?}, {} in {:?}", spec.recipe.name(), spec.precision);
         let capacity = 256.min(config.max_position_embeddings);
         let options = GenerateOptions { max_tokens: 6, sampling: Sampling::GREEDY, stop_ids: vec![], logprobs: None };
         let go = |_: Progress| ControlFlow::Continue(());
@@ -577,7 +625,7 @@ fn every_way_to_read_a_conversation_gives_the_same_tokens() {
                 answers.push(ids);
             }
             let first = expected.get_or_insert_with(|| answers.clone());
-            assert_eq!(&answers, first, "{fixture}, {format:?}, {mode}");
+            assert_eq!(&answers, first, "{label}, {mode}");
         }
         let answers = expected.unwrap();
         assert!(answers.iter().collect::<std::collections::BTreeSet<_>>().len() > 3, "{}", json!(answers));

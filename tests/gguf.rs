@@ -419,8 +419,13 @@ fn broken_gguf_files_are_refused() {
             file.names().iter().for_each(|name| drop(file.read_dense(name)));
         }
     }
+    // A file whose angles are scaled: the key of its template, which has as many letters, becomes that of the scaling.
+    let at = whole.windows(23).position(|w| w == b"tokenizer.chat_template").unwrap();
+    let scaled = [&whole[..at], b"qwen3.rope.scaling.type", &whole[at + 23..]].concat();
+    std::fs::write(d.join("scaled.gguf"), scaled).unwrap();
     for (args, said) in [
-        (&["convert", "x.gguf", "z.gguf", "--dtype", "f16"][..], "a GGUF file cannot be converted to GGUF"),
+        (&["convert", "scaled.gguf", "z.safetensors", "--dtype", "bf16"][..], "scaled rotary angles are not supported"),
+        (&["convert", "x.gguf", "z.gguf", "--dtype", "f16"], "a GGUF file cannot be converted to GGUF"),
         (&["generate", "-m", "x.gguf", "-p", "a"], "train-cli convert x.gguf"),
         (&["fit", "-m", "x.gguf", "-d", "m/demo.tsv"], "train-cli convert x.gguf"),
         (&["inspect", "x.gguf"], "train-cli convert x.gguf"),
