@@ -51,6 +51,16 @@ pub(crate) fn compiler() -> Option<&'static str> {
     found.as_deref()
 }
 
+/// How the compiler is told which linker to call. Where gold is installed, it links in half of the time of the usual one.
+fn linker() -> &'static [&'static str] {
+    static GOLD: OnceLock<bool> = OnceLock::new();
+    let is_installed = || {
+        let asked = Command::new("ld.gold").arg("--version").stdout(Stdio::null()).stderr(Stdio::null()).status();
+        asked.is_ok_and(|status| status.success())
+    };
+    if *GOLD.get_or_init(is_installed) { &["-fuse-ld=gold"] } else { &[] }
+}
+
 /// The executor that runs launches as they are.
 pub(crate) fn executor() -> Executor {
     Arc::new(run)
@@ -153,7 +163,7 @@ fn compile(text: &str, program: &Path) -> Result<PathBuf, String> {
         call(compiler.args(OPTIONS).arg("-include").arg(header).arg("-c").arg(&source).arg("-o").arg(&object))?;
         // Another process may do the same: the program appears whole.
         let part = program.with_extension(format!("{}", std::process::id()));
-        call(Command::new(compiler_name()?).arg(&object).args(machine).arg("-o").arg(&part))?;
+        call(Command::new(compiler_name()?).args(linker()).arg(&object).args(machine).arg("-o").arg(&part))?;
         fs::rename(&part, program).map_err(|e| e.to_string())?;
         fs::remove_file(&object).map_err(|e| e.to_string())?;
         fs::remove_file(&source).map_err(|e| e.to_string())?;
