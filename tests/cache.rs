@@ -150,7 +150,7 @@ fn own_sequence<R: CubeRuntime>(precision: Precision) {
         for format in formats.iter().copied() {
             let label = format!("{name} in {precision:?}, {format:?}");
             let model = model.clone().with_cache_format(format);
-            let lengths = if is_card { &[1, 5, 16, 17, 40, 600, 1000][..] } else { &[1, 17, 40] };
+            let lengths = if is_card { &[1, 5, 16, 17, 40, 600, 1000][..] } else { &[1, 5, 16, 17, 40] };
             prompts_in_parts_and_together_as_alone(&model, &ids, lengths, &label);
             if is_card {
                 decoded_together_as_alone(&model, &ids, &label);

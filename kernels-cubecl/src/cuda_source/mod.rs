@@ -44,6 +44,7 @@ impl SourceDevice {
     pub fn give_back(&self) {
         if let Some(entry) = devices().get_mut(usize::from(self.0)) {
             let on_launch = match std::mem::take(&mut entry.on_launch) {
+                // The next device needs a server with the same properties. Until then nothing is to be recorded.
                 OnLaunch::Rehearse { properties, .. } => {
                     OnLaunch::Rehearse { properties, is_compiled: Box::new(|_| true) }
                 }

@@ -120,8 +120,8 @@ impl Samples {
     }
 }
 
-/// A model that computes the same, without quantizing the weights of its linear layers for each token. Where activations are not
-/// quantized, it does not decode them for each token either. A model whose layers share tensor scales stays as it is.
+/// A model that computes the same, whose linear layers need not quantize their weights for each token. Where activations are not
+/// quantized, they need not decode the codes either: they have the values. A model whose layers share tensor scales stays as it is.
 pub fn quantized_once<B: Nvfp4Kernels>(model: &Qwen3<B>) -> Qwen3<B> {
     let mut quantized = model.clone();
     if model.spec().recipe.packs_weights() && !model.spec().shares_scale {
