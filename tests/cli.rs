@@ -375,10 +375,12 @@ fn doctor_says_what_there_is_and_what_to_do_about_the_rest() {
             "{line}"
         );
     };
-    ["cpu quantizer", "cpu portable product"].iter().for_each(|name| agrees(name));
+    ["cpu quantizer", "cpu portable product", "cpu portable attention"].iter().for_each(|name| agrees(name));
     let vulkan = named("vulkan");
     if vulkan["good"] == true {
-        ["vulkan quantizer", "vulkan portable product"].iter().for_each(|name| agrees(name));
+        ["vulkan quantizer", "vulkan portable product", "vulkan portable attention"]
+            .iter()
+            .for_each(|name| agrees(name));
         let found = vulkan["found"].as_str().unwrap();
         let (adapters, taken) = found.split_once(" · --device vulkan takes ").unwrap();
         assert!(adapters.contains('(') && taken.ends_with(" are free"), "{vulkan}");
@@ -387,7 +389,10 @@ fn doctor_says_what_there_is_and_what_to_do_about_the_rest() {
     }
     if named("card")["good"] == true {
         assert!(named("driver")["good"] == true, "{text}");
-        for tier in ["quantizer", "portable product", "tensor cores", "few rows (decode)", "both in NVFP4"] {
+        for tier in ["quantizer", "portable product", "portable attention", "tensor cores", "few rows (decode)"] {
+            agrees(&format!("cuda:0 {tier}"));
+        }
+        for tier in ["both in NVFP4", "attention", "attention (decode)"] {
             agrees(&format!("cuda:0 {tier}"));
         }
     }
@@ -411,7 +416,7 @@ fn doctor_names_the_command_that_installs_what_is_missing() {
     let packages = "pip install --target cuda 'nvidia-cuda-nvrtc==13.*' 'nvidia-cuda-runtime==13.*' \
                     'nvidia-cuda-crt==13.*' 'nvidia-cuda-cccl==13.*'";
     assert!(remedy("headers").contains(packages), "{text}");
-    assert!(text.contains("ok  kernels                  not kept: each process compiles them again"), "{text}");
+    assert!(text.contains("ok  kernels                   not kept: each process compiles them again"), "{text}");
 }
 
 /// An error of a setting's value is one line, as those of other wrong values are.

@@ -35,6 +35,8 @@
 //! | `M` | tokens of a micro-batch |
 //! | `D` | hidden size |
 //! | `V` | vocabulary |
+//! | `H`, `G`, `E` | query heads, key and value heads, head size |
+//! | `S` | keys |
 //! | `B`, `R` | type parameters: the backend, the CubeCL runtime |
 //! | `J`, `L` | type parameters: a job of a device, who listens to an answer |
 //! | `T` | type parameter: any type |

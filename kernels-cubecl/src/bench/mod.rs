@@ -39,11 +39,12 @@ const F32: StorageType = StorageType::Scalar(ElemType::Float(FloatKind::F32));
 /// The ways to compute products with packed operands that the device has. The first one that takes a shape computes it.
 pub fn tiers<R: Runtime>(client: &ComputeClient<R>) -> Vec<&'static str> {
     let tensor_cores = mma::supported(client, BF16);
+    let is_hopper = hopper::is_hopper(client);
     let all = [
         (tensor_cores, "decode, up to 16 rows (gemv)"),
         (tensor_cores && block_scaled::trusted(client), "packed x packed on NVFP4 tensor cores (block_scaled)"),
-        (hopper::is_hopper(client), "dequantize, Hopper's tensor cores by wgmma (gemm)"),
-        (tensor_cores, "dequantize, 16-bit tensor cores by mma.sync (gemm)"),
+        (is_hopper, "dequantize, Hopper's tensor cores by wgmma (gemm)"),
+        (tensor_cores && !is_hopper, "dequantize, 16-bit tensor cores by mma.sync (gemm)"),
         (true, "portable (matmul)"),
     ];
     all.into_iter().filter_map(|(there, name)| there.then_some(name)).collect()

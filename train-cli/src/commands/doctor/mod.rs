@@ -1,29 +1,27 @@
-//! `doctor`: checks whether this machine has what the program needs, and names the command that installs what is missing. A short test on
-//! each device compares its quantizer and the products of each of its tiers with the reference.
+//! `doctor`: checks whether this machine has what the program needs, and names the command that installs what is missing. A short
+//! test on each device (`self_test.rs`) compares its kernels with the reference.
+
+mod attention;
+mod products;
+mod self_test;
 
 use crate::{
     CliError,
     args::DoctorArgs,
-    device::{self, Job},
-    kernel_cache,
+    device, kernel_cache,
     memory::{free, free::Disk, host},
     report,
     settings::DeviceChoice,
     wrapping,
 };
-use backend_nvfp4::{
-    BlockShape, DeviceServices, Nvfp4Kernels, Nvfp4Tensor, Operand, Precision, Product, QuantizeSpec, Rounding,
-    Scaling, View, reference,
-};
-use burn::tensor::{DType, Tensor, TensorData, TensorPrimitive};
 use cudarc::{
     driver::{CudaContext, sys::CUdevice_attribute},
     nvrtc::{CompileOptions, compile_ptx, compile_ptx_with_opts},
 };
 use futures_util::FutureExt;
-use model_qwen3::weights::to_host;
+use self_test::tested;
 use serde::Serialize;
-use std::{path::Path, time::Instant};
+use std::path::Path;
 
 /// Runs the command.
 ///
@@ -87,8 +85,8 @@ impl Checked {
     }
 }
 
-/// The width of the names in front of what was found. `cuda:0 few rows (decode)` is the longest.
-const NAMES: usize = 24;
+/// The width of the names in front of what was found. `cuda:0 portable attention` is the longest.
+const NAMES: usize = 25;
 
 fn program() -> Checked {
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
@@ -255,152 +253,6 @@ fn cache(has_card: bool) -> Checked {
     Checked::good("kernels", kept)
 }
 
-/// Runs the tests on a device: those in f32 everywhere, and on a card with tensor cores those in bf16.
-fn tested(device: DeviceChoice) -> Vec<Checked> {
-    let formats: &[Precision] = match device {
-        DeviceChoice::Cuda(_) => &[Precision::F32, Precision::Bf16],
-        _ => &[Precision::F32],
-    };
-    let one = |format: &Precision| match device::run(device, Some(*format), Test) {
-        Ok(tests) => tests.into_iter().map(|test| test.check(device)).collect(),
-        Err(error) => vec![Checked::missing(device.to_string(), error.to_string(), REPORT)],
-    };
-    formats.iter().flat_map(one).collect()
-}
-
-const REPORT: &str = "do not train on this device; report this, with the output of train-cli doctor --json";
-
-/// The result of one test.
-struct Tested {
-    what: &'static str,
-    wrong: Option<String>,
-    seconds: f64,
-}
-
-impl Tested {
-    /// Runs a test, which says what is wrong.
-    fn of(what: &'static str, test: impl FnOnce() -> Result<Option<String>, CliError>) -> Result<Self, CliError> {
-        let begun = Instant::now();
-        let wrong = test()?;
-        Ok(Self { what, wrong, seconds: begun.elapsed().as_secs_f64() })
-    }
-
-    fn check(self, device: DeviceChoice) -> Checked {
-        let (name, time) = (format!("{device} {}", self.what), format!("{:.2} s", self.seconds));
-        match self.wrong {
-            None => Checked::good(name, format!("agrees with the reference · {time}")),
-            Some(wrong) => Checked::missing(name, format!("{wrong} · {time}"), REPORT),
-        }
-    }
-}
-
-/// Compares the quantizer of a device with the reference byte by byte, and its products with sums in f64. Which kernel makes a
-/// product follows from the number format and from what is multiplied, so that each tier is tested by itself.
-struct Test;
-
-/// Output features, and input features.
-const SHAPE: [usize; 2] = [64, 256];
-
-impl Job for Test {
-    type Output = Vec<Tested>;
-
-    fn run<B: Nvfp4Kernels + DeviceServices>(
-        self,
-        device: B::Device,
-        precision: Precision,
-    ) -> Result<Vec<Tested>, CliError> {
-        let tests = Tests::<B> { device: &device, precision };
-        if precision == Precision::F32 {
-            let quantizer = Tested::of("quantizer", || tests.quantizer())?;
-            return Ok(vec![quantizer, Tested::of("portable product", || tests.product(32, Rows::Any, DType::F32))?]);
-        }
-        if !B::tiers(&device).iter().any(|tier| tier.contains("tensor cores")) {
-            return Ok(vec![]);
-        }
-        Ok(vec![
-            Tested::of("tensor cores", || tests.product(32, Rows::Any, DType::F32))?,
-            Tested::of("few rows (decode)", || tests.product(8, Rows::NewestTokens, precision.dtype()))?,
-            Tested::of("both in NVFP4", || tests.product(32, Rows::Packed, DType::F32))?,
-        ])
-    }
-}
-
-/// The rows that a packed weight is multiplied by.
-#[derive(Clone, Copy, PartialEq)]
-enum Rows {
-    Any,
-    /// Each is the newest token of a sequence.
-    NewestTokens,
-    Packed,
-}
-
-/// The tests of a device that computes in a number format.
-struct Tests<'a, B: Nvfp4Kernels> {
-    device: &'a B::Device,
-    precision: Precision,
-}
-
-/// Values between -1 and 1 that repeat nowhere.
-fn values(len: usize, seed: f32) -> Vec<f32> {
-    (0..len).map(|i| (i as f32 * 0.37 + seed).sin()).collect()
-}
-
-const SPEC: QuantizeSpec = QuantizeSpec { scaling: Scaling::Two, block: BlockShape::Row, rounding: Rounding::Nearest };
-
-impl<B: Nvfp4Kernels> Tests<'_, B> {
-    fn tensor(&self, values: &[f32], dims: [usize; 2], dtype: DType) -> Tensor<B, 2> {
-        Tensor::from_data(TensorData::new(values.to_vec(), dims), (self.device, dtype))
-    }
-
-    fn quantizer(&self) -> Result<Option<String>, CliError> {
-        let [n, k] = SHAPE;
-        let w = values(n * k, 1.0);
-        let packed = Nvfp4Tensor::quantize(self.tensor(&w, [n, k], DType::F32), SPEC);
-        let expected = reference::quantize(&w, View::row_major(n, k), SPEC);
-        Ok((packed.to_packed().map_err(failed)? != expected).then(|| "it gives other bytes than the reference".into()))
-    }
-
-    /// Multiplies a matrix of `m` rows by a packed weight, with a result of type `out`.
-    fn product(&self, m: usize, rows: Rows, out: DType) -> Result<Option<String>, CliError> {
-        let [n, k] = SHAPE;
-        let weight = Nvfp4Tensor::quantize(self.tensor(&values(n * k, 1.0), [n, k], DType::F32), SPEC);
-        let x = self.tensor(&values(m * k, 0.0), [m, k], self.precision.dtype());
-        let packed = (rows == Rows::Packed).then(|| Nvfp4Tensor::quantize(x.clone(), SPEC));
-        let dense = || x.clone().into_primitive().tensor();
-        let made = match &packed {
-            None if rows == Rows::NewestTokens => {
-                let weights = vec![Operand::Packed(weight.primitive())];
-                B::token_products(Operand::Dense(dense()), weights, self.precision).remove(0)
-            }
-            None => B::nvfp4_matmul(dense(), &weight.primitive(), Product::Nt, out),
-            Some(x) => {
-                B::nvfp4_matmul_packed(&x.primitive(), &weight.primitive(), Product::Nt, self.precision.dtype(), out)
-            }
-        };
-        let made = to_host(Tensor::<B, 2>::from_primitive(TensorPrimitive::Float(made)))?;
-        let dense = |packed: &Nvfp4Tensor<B>, rows: usize| {
-            Ok::<_, CliError>(reference::dequantize(&packed.to_packed().map_err(failed)?, rows, k))
-        };
-        let left = packed.as_ref().map_or_else(|| Ok(to_host(x.clone())?), |x| dense(x, m))?;
-        let right = dense(&weight, n)?;
-        for (i, y) in made.iter().enumerate() {
-            let (row, column) = (&left[i / n * k..][..k], &right[i % n * k..][..k]);
-            let terms = || row.iter().zip(column).map(|(a, b)| f64::from(*a) * f64::from(*b));
-            let (sum, size) = (terms().sum::<f64>(), terms().map(f64::abs).sum::<f64>());
-            // A result of 16 bits is rounded to 8 bits.
-            let rounding = if out == DType::F32 { 0.0 } else { sum.abs() / 256.0 };
-            if (f64::from(*y) - sum).abs() > 1e-5 * size + rounding {
-                return Ok(Some(format!("it multiplies wrongly: {y} instead of {sum}")));
-            }
-        }
-        Ok(None)
-    }
-}
-
-fn failed(error: backend_nvfp4::Nvfp4Error) -> CliError {
-    CliError::DeviceFailed(error.to_string())
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -413,10 +265,10 @@ mod tests {
         for width in [80, 120] {
             let text = check.lines(Some(width));
             assert!(text.lines().count() > 2 && text.lines().all(|line| line.chars().count() <= width), "{text}");
-            assert!(text.lines().skip(1).all(|line| line.starts_with(&" ".repeat(29))), "{text}");
+            assert!(text.lines().skip(1).all(|line| line.starts_with(&" ".repeat(30))), "{text}");
             assert_eq!(text.split_whitespace().collect::<Vec<_>>(), file.split_whitespace().collect::<Vec<_>>());
         }
-        let good = Checked::good("cuda:0 few rows (decode)", "agrees").lines(Some(80));
-        assert_eq!(good.find("agrees"), Some(29), "{good}");
+        let good = Checked::good("cuda:0 portable attention", "agrees").lines(Some(80));
+        assert_eq!(good.find("agrees"), Some(30), "{good}");
     }
 }
