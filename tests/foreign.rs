@@ -32,7 +32,11 @@ fn nvfp4_has_the_bytes_of_compressed_tensors_and_of_modelopt() {
         let source = Container::open(&golden("hf-qwen3").join(name)).unwrap();
         // The model in the type that the library was given.
         let file = dir.path().join(format!("{name}-{dtype}.safetensors"));
-        let float = if dtype == "float32" { FloatType::F32 } else { FloatType::Bf16 };
+        let float = match dtype {
+            "float32" => FloatType::F32,
+            "float16" => FloatType::F16,
+            _ => FloatType::Bf16,
+        };
         write_safetensors(&Repacked::new(&source, StoreAs::Float(float)), fs::File::create(&file).unwrap(), failed)
             .unwrap();
         let source = Container::open(&file).unwrap();
@@ -44,7 +48,7 @@ fn nvfp4_has_the_bytes_of_compressed_tensors_and_of_modelopt() {
         let bytes = write_shard(&tensors, &tensors.names(), format.spelling(), Vec::new(), failed).unwrap();
         let ours = tensors_of(&bytes);
         let theirs = expected["tensors"].as_object().unwrap();
-        // A model in f32 keeps other weights in f32 there, and in bf16 here.
+        // Other weights keep their type there, and are bf16 here.
         let compared: Vec<&String> =
             theirs.keys().filter(|name| float == FloatType::Bf16 || name.contains("_proj.")).collect();
         assert!(compared.iter().filter(|name| name.contains("q_proj")).count() >= 6, "{case}: {compared:?}");

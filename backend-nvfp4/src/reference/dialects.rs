@@ -6,11 +6,11 @@
 //! | compressed-tensors | `1 / d`, `d = (1 / amax) * 2688` | `e4m3(d * (amax_b / 6))`, 0.125 for 0 | `e2m1(x / (s / d))` |
 //! | ModelOpt | `amax / 2688` | `e4m3(amax_b / (6 * g))`, 1 for 0 | `e2m1(x / (s * g))` |
 //!
-//! compressed-tensors 0.20.0 computes `d` and `amax_b / 6` in the type of the weights; everything else is f32.
+//! compressed-tensors 0.20.0 computes `d` and `amax_b / 6` in the type of the weights, here [`WeightType`]; everything else is f32.
 
 use super::codec::{E4M3_MAX, code, e2m1_decode, e2m1_encode, e4m3_decode, e4m3_encode, set_code};
 use crate::packed::Packed;
-use half::bf16;
+use half::{bf16, f16};
 use kernels_cubecl::layout::{BLOCK, scales_per_row, words_per_row};
 
 /// 2^-9, the smallest E4M3 number above zero: the least block scale that nvidia-modelopt gives a block with values.
@@ -19,13 +19,30 @@ const SMALLEST_SCALE: f32 = 1.0 / 512.0;
 /// The library whose bytes a matrix gets.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Dialect {
-    /// compressed-tensors, for weights of bf16 or of f32.
-    CompressedTensors {
-        /// Whether the weights are bf16.
-        bf16: bool,
-    },
+    /// compressed-tensors, for weights of this type.
+    CompressedTensors(WeightType),
     /// nvidia-modelopt.
     ModelOpt,
+}
+
+/// The type of dense weights.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[allow(missing_docs)]
+pub enum WeightType {
+    F32,
+    Bf16,
+    F16,
+}
+
+impl WeightType {
+    /// The nearest number of this type.
+    fn rounded(self, x: f32) -> f32 {
+        match self {
+            Self::F32 => x,
+            Self::Bf16 => bf16::from_f32(x).to_f32(),
+            Self::F16 => f16::from_f32(x).to_f32(),
+        }
+    }
 }
 
 /// The values of a packed matrix as compressed-tensors decodes it, row-major: `code * (scale / divisor)`, where the quotient and
@@ -59,7 +76,7 @@ impl Dialect {
                 let byte = self.block_scale(block_amax, divisor, global);
                 scales.push(byte);
                 let step = match self {
-                    Self::CompressedTensors { .. } => e4m3_decode(byte) / divisor,
+                    Self::CompressedTensors(_) => e4m3_decode(byte) / divisor,
                     Self::ModelOpt => e4m3_decode(byte) * global,
                 };
                 for (c, value) in block.iter().enumerate() {
@@ -74,20 +91,39 @@ impl Dialect {
 
     /// `d`, the reciprocal of the tensor scale, for the largest magnitude of the matrices that share it.
     pub fn divisor(self, amax: f32) -> f32 {
-        // PyTorch divides a number by a tensor in two roundings.
-        let rounded =
-            |x: f32| if self == (Self::CompressedTensors { bf16: true }) { bf16::from_f32(x).to_f32() } else { x };
+        let rounded = |x: f32| if let Self::CompressedTensors(weights) = self { weights.rounded(x) } else { x };
+        let exact = 1.0 / amax.max(f32::MIN_POSITIVE) * super::FULL_SCALE;
+        // PyTorch divides a number by a tensor in two roundings. Of f16 weights below 0.041 the library's number is infinite, and
+        // its file of no use.
         let divisor = rounded(rounded(1.0 / amax.max(f32::MIN_POSITIVE)) * super::FULL_SCALE);
-        if divisor.is_finite() { divisor } else { 1.0 }
+        [divisor, exact].into_iter().find(|divisor| divisor.is_finite()).unwrap_or(1.0)
     }
 
     fn block_scale(self, amax: f32, divisor: f32, global: f32) -> u8 {
         let (scale, of_zero) = match self {
-            Self::CompressedTensors { bf16: false } => (divisor * (amax / 6.0), 0.125),
-            Self::CompressedTensors { bf16: true } => (divisor * bf16::from_f32(amax / 6.0).to_f32(), 0.125),
+            Self::CompressedTensors(weights) => (divisor * weights.rounded(amax / 6.0), 0.125),
             Self::ModelOpt => (if amax == 0.0 { 1.0 } else { (amax / (6.0 * global)).max(SMALLEST_SCALE) }, 1.0),
         };
         let byte = e4m3_encode(scale.min(E4M3_MAX));
         if e4m3_decode(byte) == 0.0 { e4m3_encode(of_zero) } else { byte }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The number that compressed-tensors computes in f16 for these weights is infinite.
+    #[test]
+    fn small_weights_in_f16_keep_their_values() {
+        let values: Vec<f32> = (0..32).map(|i| f16::from_f32((i as f32 - 16.0) * 6e-5).to_f32()).collect();
+        let amax = values.iter().fold(0.0f32, |a, v| a.max(v.abs()));
+        let dialect = Dialect::CompressedTensors(WeightType::F16);
+        let packed = dialect.quantize(&values, 16, amax);
+        let decoded = dequantize_divided(&packed, 2, 16, dialect.divisor(amax));
+        for (value, decoded) in values.iter().zip(decoded) {
+            // Codes are up to 2 sixths of a block's largest apart, and block scales have 4 bits.
+            assert!((value - decoded).abs() < amax * (1.0 / 6.0 + 1.0 / 16.0), "{value} became {decoded}");
+        }
     }
 }

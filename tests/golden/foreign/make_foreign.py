@@ -1,4 +1,4 @@
-"""Writes foreign.json: what compressed-tensors and nvidia-modelopt make of the tiny models of ../hf-qwen3, in f32 and in bf16.
+"""Writes foreign.json: what compressed-tensors and nvidia-modelopt make of the tiny models of ../hf-qwen3, in f32, bf16 and f16.
 
 Each tensor of their folders by name: type, shape, and the SHA-256 of its bytes. See ../README.md for the versions.
 Writes activations.json: how they spell the scales of activations, and how compressed-tensors quantizes with a given scale.
@@ -193,7 +193,7 @@ def main():
     result = {}
     for name in ["tiny-tied", "tiny-untied"]:
         for kind, write in [("compressed-tensors", compressed_tensors), ("modelopt", modelopt)]:
-            for dtype in [torch.float32, torch.bfloat16]:
+            for dtype in [torch.float32, torch.bfloat16, torch.float16]:
                 if kind == "modelopt" and dtype == torch.float32:
                     continue  # Its export writes 16-bit models.
                 with tempfile.TemporaryDirectory() as out:
