@@ -31,7 +31,7 @@ use train_cli::{
     data::sample::{Sample, synthetic},
     memory::pool::Pool,
     memory::vram::VramReport,
-    run::sample_answers::quantized_once,
+    run::sample_answers::packed,
     settings::{Clip, LossKind},
     train::chunked_adamw::{AdamwConfig, ChunkedAdamw, Rate},
     train::clip::Clipping,
@@ -53,27 +53,22 @@ fn config(tied: bool) -> Qwen3Config {
     Qwen3Config::from_file(&path).unwrap()
 }
 
-/// The sample answers of a run come from weights that are quantized once. They are those of the model as it trains.
+/// The sample answers of a run come from codes that are made once. They are those of the model as it trains.
 #[test]
-fn a_model_that_is_quantized_once_computes_what_the_trained_one_does() {
-    let forms =
-        [["master"; 3], ["values", "values", "master"], ["codes", "codes", "master"], ["codes", "codes", "master"]];
-    for (recipe, forms) in RECIPES.into_iter().zip(forms) {
+fn a_model_with_packed_weights_computes_what_the_trained_one_does() {
+    for recipe in RECIPES {
         let spec = LinearSpec::new(recipe, F32.scaling, F32.precision);
         let model = weights::random::<Cpu>(&config(false), spec, MasterKind::F32, 5, &Default::default()).unwrap();
         let model = model.with_bf16_last_blocks(1);
-        let quantized = quantized_once(&model);
-        let form = |linear: &Nvfp4Linear<Cpu>| match linear {
-            Nvfp4Linear::Master(_) => "master",
-            Nvfp4Linear::Dense(_) => "values",
-            Nvfp4Linear::Packed(_) => "codes",
-            Nvfp4Linear::PackedMaster(_) => "a master of codes",
+        let packed = packed(&model);
+        let kinds = |model: &Qwen3<Cpu>| -> Vec<bool> {
+            model.layers.iter().map(|block| matches!(block.mlp.up_proj, Nvfp4Linear::Packed(_))).collect()
         };
-        let found: Vec<&str> = quantized.layers.iter().map(|block| form(&block.mlp.up_proj)).collect();
-        assert_eq!(found, forms, "{recipe:?}");
+        let packs = recipe.packs_weights();
+        assert_eq!((kinds(&model), kinds(&packed)), (vec![false; 3], vec![packs, packs, false]), "{recipe:?}");
         let ids = || ids_tensor::<Cpu>(&[vec![3, 1, 4, 1, 5, 9, 2, 6]], model.config(), &Default::default()).unwrap();
         let logits = |model: &Qwen3<Cpu>| host(model.forward(ids(), |_| {}));
-        assert_eq!(logits(&quantized), logits(&model), "{recipe:?}");
+        assert_eq!(logits(&packed), logits(&model), "{recipe:?}");
     }
 }
 

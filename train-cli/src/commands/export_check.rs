@@ -9,7 +9,7 @@ use crate::{
     device::Job,
     model_files::TextFiles,
     report,
-    run::{checkpoint::HeadStorage, export_format::ExportFormat, sample_answers::quantized_once},
+    run::{checkpoint::HeadStorage, export_format::ExportFormat, sample_answers::packed},
 };
 use backend_nvfp4::{DeviceServices, LinearSpec, Nvfp4Kernels, Precision, Recipe};
 use model_qwen3::{
@@ -137,21 +137,16 @@ impl Check<'_> {
     }
 
     /// Asks the trained model. Its logits come from its weights as training computes with them. On the host, its greedy tokens
-    /// come from weights that are quantized once. A device with a pool, whose memory is planned, quantizes them for each token.
+    /// come from codes that are made once. A device with a pool, whose memory is planned, quantizes the weights for each token.
     fn answer_of_trained<B: Nvfp4Kernels + DeviceServices>(&self, model: &Qwen3<B>) -> Result<Probe, CliError> {
-        let quantized = B::memory_in_use(&model.device()).is_none().then(|| quantized_once(model));
-        self.answer(model, quantized.as_ref().unwrap_or(model))
+        let codes = B::memory_in_use(&model.device()).is_none().then(|| packed(model));
+        self.answer(model, codes.as_ref().unwrap_or(model))
     }
 
     /// Loads the file for inference and asks its model.
-    fn answer_of_file<B: Nvfp4Kernels + DeviceServices>(
-        &self,
-        spec: LinearSpec,
-        device: &B::Device,
-    ) -> Result<Probe, CliError> {
+    fn answer_of_file<B: Nvfp4Kernels>(&self, spec: LinearSpec, device: &B::Device) -> Result<Probe, CliError> {
         let file = Container::open(self.path)?;
         let model = weights::load(&file, self.config, spec, Purpose::Infer, device)?;
-        let model = if B::memory_in_use(device).is_none() { quantized_once(&model) } else { model };
         self.answer::<B>(&model, &model)
     }
 
@@ -270,23 +265,20 @@ mod tests {
 
     /// The tokens do not need the weights to be quantized again for each of them.
     #[test]
-    fn greedy_tokens_come_from_weights_quantized_once_and_logits_from_the_trained_ones() {
+    fn greedy_tokens_come_from_codes_and_logits_from_the_trained_weights() {
         for recipe in RECIPES {
             let (model, mut other) = (trained(recipe), trained(recipe));
             let text = TextFiles::open(&demo(), model.config()).unwrap();
             let live = Live::new(&model);
             let check = Check { tensors: &live, path: Path::new("not read"), config: model.config(), text: &text };
             let alone = check.answer(&model, &model).unwrap();
-            let once = check.answer_of_trained(&model).unwrap();
+            let with_codes = check.answer_of_trained(&model).unwrap();
             assert_eq!(
-                (&once.logits, &once.ids, once.ids.len()),
+                (&with_codes.logits, &with_codes.ids, with_codes.ids.len()),
                 (&alone.logits, &alone.ids, TOKENS),
                 "{}",
                 recipe.name()
             );
-            // The logits of these weights are the same in bits.
-            let quantized = quantized_once(&model);
-            assert_eq!(check.answer(&quantized, &quantized).unwrap().logits, alone.logits, "{}", recipe.name());
             other.layers.reverse();
             let mixed = check.answer(&model, &other).unwrap();
             assert_eq!(mixed.logits, alone.logits, "{}", recipe.name());

@@ -9,11 +9,8 @@ use crate::{
     run::log::{self, SampleAnswer},
     watchdog,
 };
-use backend_nvfp4::{LinearSpec, Nvfp4Kernels, Nvfp4Linear, Nvfp4Tensor, PackedMaster, PackedWeight};
-use burn::{
-    module::{Param, ParamId},
-    tensor::Tensor,
-};
+use backend_nvfp4::{LinearSpec, Nvfp4Kernels, Nvfp4Linear, Nvfp4Tensor};
+use burn::{module::Param, tensor::Tensor};
 use model_qwen3::{
     chat_template::RenderOptions,
     model::Qwen3,
@@ -39,18 +36,18 @@ pub struct Samples {
     /// The prompts.
     pub prompts: Vec<String>,
     text: TextFiles,
-    /// Whether there is memory to quantize the weights once for all tokens of the answers, and to answer several prompts together.
-    /// Otherwise each token quantizes them anew, for one prompt after another.
-    quantizes_once: bool,
+    /// Whether the weights are quantized once for all tokens of the answers, which takes memory for their codes, and several
+    /// prompts are answered together. Otherwise each token quantizes them anew, for one prompt after another.
+    packs: bool,
 }
 
 impl Samples {
     /// The prompts of `--sample-prompt`, or the first of the training and of the evaluation rows. Prompts that the model
-    /// has no room to answer are left out. `quantizes_once` says that there is memory for a second copy of all weights.
+    /// has no room to answer are left out. `packs` says that there is memory for the codes of all weights.
     ///
     /// # Errors
     /// If a prompt cannot be tokenized.
-    pub fn of(plan: &Plan, inputs: &Inputs, quantizes_once: bool) -> Result<Self, CliError> {
+    pub fn of(plan: &Plan, inputs: &Inputs, packs: bool) -> Result<Self, CliError> {
         let mut prompts = plan.settings.logging.sample_prompt.clone();
         if prompts.is_empty() {
             let first = [inputs.train.first(), inputs.eval.first()].into_iter().flatten();
@@ -67,7 +64,7 @@ impl Samples {
         }
         let mut text = inputs.text.clone();
         text.thinking = inputs.thinking;
-        Ok(Self { prompts: kept, text, quantizes_once })
+        Ok(Self { prompts: kept, text, packs })
     }
 
     /// One answer for each prompt, each on one line. An answer that was cut off ends in an ellipsis.
@@ -75,8 +72,8 @@ impl Samples {
     /// # Errors
     /// If the model cannot be run.
     pub fn answers<B: Nvfp4Kernels>(&self, model: &Qwen3<B>) -> Result<Vec<String>, CliError> {
-        let quantized = (self.quantizes_once && !self.prompts.is_empty()).then(|| quantized_once(model));
-        let model = quantized.as_ref().unwrap_or(model);
+        let packed = (self.packs && !self.prompts.is_empty()).then(|| packed(model));
+        let model = packed.as_ref().unwrap_or(model);
         let options = GenerateOptions {
             max_tokens: MAX_TOKENS,
             sampling: Sampling::GREEDY,
@@ -84,7 +81,7 @@ impl Samples {
             logprobs: None,
         };
         let mut answers = Vec::new();
-        for prompts in self.prompts.chunks(if self.quantizes_once { TOGETHER } else { 1 }) {
+        for prompts in self.prompts.chunks(if self.packs { TOGETHER } else { 1 }) {
             let ids = prompts.iter().map(|prompt| self.ids(prompt)).collect::<Result<Vec<_>, _>>()?;
             for generation in generate_together(model, &ids, &options, watchdog::moved)? {
                 answers.push(self.text_of(&generation)?);
@@ -120,22 +117,22 @@ impl Samples {
     }
 }
 
-/// A model that computes the same, whose linear layers need not quantize their weights for each token. Where activations are not
-/// quantized, they need not decode the codes either: they have the values. A model whose layers share tensor scales stays as it is.
-pub fn quantized_once<B: Nvfp4Kernels>(model: &Qwen3<B>) -> Qwen3<B> {
-    let mut quantized = model.clone();
+/// A model whose linear layers have the codes that its forward pass would make of their weights. It computes the same. A
+/// model whose layers share tensor scales stays as it is.
+pub fn packed<B: Nvfp4Kernels>(model: &Qwen3<B>) -> Qwen3<B> {
+    let mut packed = model.clone();
     if model.spec().recipe.packs_weights() && !model.spec().shares_scale {
-        let mut once = QuantizedOnce(model.spec());
-        let blocks = std::mem::take(&mut quantized.layers).into_iter().enumerate();
-        quantized.layers = blocks.map(|(i, block)| if model.is_bf16(i) { block } else { once.block(block) }).collect();
+        let mut packing = Quantizing(model.spec());
+        let blocks = std::mem::take(&mut packed.layers).into_iter().enumerate();
+        packed.layers = blocks.map(|(i, block)| if model.is_bf16(i) { block } else { packing.block(block) }).collect();
     }
-    quantized
+    packed
 }
 
-/// Replaces the weights of linear layers by what the forward pass makes of them.
-struct QuantizedOnce(LinearSpec);
+/// Quantizes the weights of linear layers.
+struct Quantizing(LinearSpec);
 
-impl<B: Nvfp4Kernels> Replace<B> for QuantizedOnce {
+impl<B: Nvfp4Kernels> Replace<B> for Quantizing {
     fn vector(&mut self, p: Param<Tensor<B, 1>>) -> Param<Tensor<B, 1>> {
         p
     }
@@ -145,18 +142,12 @@ impl<B: Nvfp4Kernels> Replace<B> for QuantizedOnce {
     }
 
     fn linear(&mut self, linear: Nvfp4Linear<B>) -> Nvfp4Linear<B> {
-        let Self(spec) = self;
-        let codes = match linear {
-            Nvfp4Linear::Master(weight) => Nvfp4Tensor::quantize(weight.val(), spec.weights()),
-            Nvfp4Linear::PackedMaster(PackedMaster { weight, .. }) => weight,
-            Nvfp4Linear::Packed(PackedWeight { weight, input: None }) => weight,
-            other => return other,
-        };
-        if spec.recipe.packs_activations() {
-            return Nvfp4Linear::Packed(codes.into());
+        match linear {
+            Nvfp4Linear::Master(weight) => {
+                Nvfp4Linear::Packed(Nvfp4Tensor::quantize(weight.val(), self.0.weights()).into())
+            }
+            other => other,
         }
-        let values = codes.dequantize(spec.precision.dtype());
-        Nvfp4Linear::Dense(Param::initialized(ParamId::new(), values))
     }
 }
 
