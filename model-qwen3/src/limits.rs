@@ -4,11 +4,12 @@
 use backend_nvfp4::host_memory;
 use std::{
     any::Any,
-    cell::OnceCell,
+    cell::{OnceCell, RefCell},
     io,
+    panic::{AssertUnwindSafe, catch_unwind},
     path::{Path, PathBuf},
     sync::{
-        Arc,
+        Arc, Mutex, PoisonError,
         atomic::{AtomicBool, AtomicUsize, Ordering},
         mpsc,
     },
@@ -57,17 +58,29 @@ pub enum Limit {
     Panic(String),
 }
 
-/// What a thread says.
+/// What a thread says of its work.
 enum Said<Answer> {
     /// The folder in which the system tells of the thread.
     Begins(PathBuf),
-    Ends(Answer),
+    /// The answer, or what the work panicked with.
+    Ends(Result<Answer, Box<dyn Any + Send>>),
     TakesTooMuch,
 }
 
+/// A thread that does one work after another. It ends when this is dropped and its work is done.
+type Worker = mpsc::Sender<Box<dyn FnOnce() + Send>>;
+
+/// Workers that wait for work. A template is rendered for each row of a file, and to start a thread takes longer than that.
+static IDLE: Mutex<Vec<Worker>> = Mutex::new(Vec::new());
+
+/// Most workers that wait. Each keeps the part of its stack that it has used.
+const MOST_IDLE: usize = 4;
+
 thread_local! {
     /// How this thread says that it takes too much memory.
-    static TAKES_TOO_MUCH: OnceCell<Box<dyn Fn()>> = const { OnceCell::new() };
+    static TAKES_TOO_MUCH: RefCell<Option<Box<dyn Fn()>>> = const { RefCell::new(None) };
+    /// The folder in which the system tells of this thread, if it does.
+    static FOLDER: OnceCell<Option<PathBuf>> = const { OnceCell::new() };
 }
 
 /// Runs `work` with at most `memory` bytes. `what` names it. A thread cannot be ended: after an error by time or memory it
@@ -85,36 +98,46 @@ pub fn within<Answer: Send + 'static>(
     let (sender, said) = mpsc::channel();
     let ended = Arc::new(AtomicBool::new(false));
     let at_end = AtEnd(ended.clone());
-    let limited = move || {
+    let limited = Box::new(move || {
         let _at_end = at_end;
-        if let Ok(name) = std::fs::read_link("/proc/thread-self") {
+        if let Some(folder) = FOLDER.with(|folder| folder.get_or_init(folder_of_this_thread).clone()) {
             // Nobody listens if the system gave this thread no time at all.
-            let _ = sender.send(Said::Begins(Path::new("/proc").join(name)));
+            let _ = sender.send(Said::Begins(folder));
         }
         let too_much = sender.clone();
-        let _ = TAKES_TOO_MUCH.with(|tell| tell.set(Box::new(move || drop(too_much.send(Said::TakesTooMuch)))));
+        TAKES_TOO_MUCH.set(Some(Box::new(move || drop(too_much.send(Said::TakesTooMuch)))));
         limit_this_thread(memory);
+        let answer = catch_unwind(AssertUnwindSafe(work));
+        // What the thread does between two works has no limit.
+        limit_this_thread(usize::MAX);
         // Nobody listens any more if a limit was reached.
-        let _ = sender.send(Said::Ends(work()));
-    };
-    let thread = start(what, limited)?;
-    let (began, mut told) = (Instant::now(), None);
+        let _ = sender.send(Said::Ends(answer));
+    });
+    let worker = assign(what, limited)?;
+    let (began, mut told, mut before) = (Instant::now(), None, None);
     loop {
         match said.recv_timeout(LOOK) {
             Ok(Said::Begins(folder)) => told = Some(folder),
-            Ok(Said::Ends(answer)) => return Ok(answer),
+            Ok(Said::Ends(Ok(answer))) => {
+                keep(worker);
+                return Ok(answer);
+            }
+            Ok(Said::Ends(Err(panic))) => return Err(panicked(Some(panic))),
             Ok(Said::TakesTooMuch) => return Err(give_up(&ended, Limit::Memory(memory))),
-            Err(mpsc::RecvTimeoutError::Disconnected) => break,
+            Err(mpsc::RecvTimeoutError::Disconnected) => return Err(panicked(None)),
             Err(mpsc::RecvTimeoutError::Timeout) => {}
         }
-        if told.as_deref().and_then(processor_time).is_some_and(|time| time > LONGEST_TIME) {
-            return Err(give_up(&ended, Limit::Time));
+        if let Some(time) = told.as_deref().and_then(processor_time) {
+            // Before this work the thread may have done others.
+            let before = *before.get_or_insert(time);
+            if time - before > LONGEST_TIME {
+                return Err(give_up(&ended, Limit::Time));
+            }
         }
         if began.elapsed() > LONGEST_WAIT {
             return Err(give_up(&ended, Limit::Wait));
         }
     }
-    Err(panicked(thread.join().err()))
 }
 
 /// The items that `make` gives on a thread of its own, one after another. Making an item may take at most `memory` bytes; the
@@ -140,7 +163,7 @@ where
             GIVEN_UP.fetch_add(1, Ordering::Relaxed);
             drop(too_much.send(Err(Limit::Memory(memory))));
         };
-        let _ = TAKES_TOO_MUCH.with(|cell| cell.set(Box::new(tell)));
+        TAKES_TOO_MUCH.set(Some(Box::new(tell)));
         limit_this_thread(memory);
         for item in make() {
             if sender.send(Ok(item)).is_err() {
@@ -188,6 +211,34 @@ fn check_given_up() -> Result<(), Limit> {
     }
 }
 
+/// Gives work to a worker that waits, or to a new one, which is named after it.
+fn assign(what: &str, mut work: Box<dyn FnOnce() + Send>) -> Result<Worker, Limit> {
+    while let Some(worker) = IDLE.lock().unwrap_or_else(PoisonError::into_inner).pop() {
+        match worker.send(work) {
+            Ok(()) => return Ok(worker),
+            // It has ended.
+            Err(mpsc::SendError(back)) => work = back,
+        }
+    }
+    let (worker, works) = mpsc::channel::<Box<dyn FnOnce() + Send>>();
+    start(what, move || works.into_iter().for_each(|work| work()))?;
+    let _ = worker.send(work);
+    Ok(worker)
+}
+
+/// Lets a worker whose work is done wait for the next.
+fn keep(worker: Worker) {
+    let mut idle = IDLE.lock().unwrap_or_else(PoisonError::into_inner);
+    if idle.len() < MOST_IDLE {
+        idle.push(worker);
+    }
+}
+
+/// The folder in which the system tells of this thread.
+fn folder_of_this_thread() -> Option<PathBuf> {
+    std::fs::read_link("/proc/thread-self").ok().map(|name| Path::new("/proc").join(name))
+}
+
 /// Starts a thread for the work that `what` names.
 fn start(what: &str, work: impl FnOnce() + Send + 'static) -> Result<JoinHandle<()>, Limit> {
     let thread = std::thread::Builder::new().name(format!("{THREAD}{what}")).stack_size(STACK);
@@ -197,7 +248,7 @@ fn start(what: &str, work: impl FnOnce() + Send + 'static) -> Result<JoinHandle<
 /// Lets this thread take `memory` bytes from now on. It says so when it takes more, and is never given them.
 fn limit_this_thread(memory: usize) {
     host_memory::limit_thread(memory, || {
-        let _ = TAKES_TOO_MUCH.try_with(|tell| tell.get().map(|tell| tell()));
+        let _ = TAKES_TOO_MUCH.try_with(|tell| tell.try_borrow().map(|tell| tell.as_ref().map(|tell| tell())));
         wait()
     });
 }
@@ -241,4 +292,36 @@ fn wait() -> ! {
 fn processor_time(thread: &Path) -> Option<Duration> {
     let text = std::fs::read_to_string(thread.join("schedstat")).ok()?;
     text.split(' ').next()?.parse().ok().map(Duration::from_nanos)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::collections::HashSet;
+
+    const MEMORY: usize = 1 << 20;
+
+    #[test]
+    fn a_thread_does_one_work_after_another() {
+        let done = |_| within("a test", MEMORY, || std::thread::current().id()).unwrap();
+        let threads: HashSet<_> = (0..100).map(done).collect();
+        // Other tests take threads that wait here.
+        assert!(threads.len() < 50, "{} threads", threads.len());
+        let panicked = within::<()>("a test", MEMORY, || panic!("no answer"));
+        assert!(matches!(panicked, Err(Limit::Panic(text)) if text == "no answer"));
+    }
+
+    /// The time of a thread's earlier works does not count.
+    #[test]
+    fn each_work_has_its_own_time() {
+        let spin = || {
+            let began = Instant::now();
+            while began.elapsed() < Duration::from_millis(800) {
+                std::hint::spin_loop();
+            }
+        };
+        for _ in 0..3 {
+            within("a test", MEMORY, spin).unwrap();
+        }
+    }
 }

@@ -112,7 +112,7 @@ impl Conversation {
         let mut grows = true;
         let learned = |i: &usize| self.messages[*i]["role"] == "assistant" && !self.unsupervised.contains(i);
         for i in (0..self.messages.len()).filter(learned) {
-            let closed = self.render(text, i + 1, false)?;
+            let closed = if i + 1 == self.messages.len() { full.clone() } else { self.render(text, i + 1, false)? };
             let end = closed.trim_end().len();
             // A template may render anything: an opening that is longer than the whole turn, too.
             let begin = self.begin_of(text, i, &closed)?.filter(|begin| *begin <= end).ok_or_else(|| {
