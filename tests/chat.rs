@@ -4,7 +4,9 @@
 use crate::support::{
     Cpu, Cube, Feature,
     files::{F32, at_terminal, command, demo_file, no_terminal, ok, refused, run, send, tiny_model_with_spread},
-    golden, lacks, on_gpu,
+    golden,
+    http::Server,
+    lacks, on_gpu,
     scripted::{numbers_tokenizer, scripted_model},
 };
 use backend_nvfp4::{CacheFormat, LinearSpec, Nvfp4Kernels, Precision, Recipe, Scaling};
@@ -158,8 +160,16 @@ fn a_kept_conversation_answers_as_one_that_is_read_anew() {
     let template = format!("{}{empty}", settings["chat_template"].as_str().unwrap().trim_end());
     settings["chat_template"] = template.into();
     std::fs::write(&path, settings.to_string()).unwrap();
-    kept_is_anew(&["--thinking", "false"], true);
-    kept_is_anew(&["--thinking", "true"], false);
+    let without = kept_is_anew(&["--thinking", "false"], true);
+    let with = kept_is_anew(&["--thinking", "true"], false);
+    // `/think` does what the flag does.
+    for (word, flagged) in [("off", &without), ("on", &with)] {
+        let said = turns(d, &format!("/think {word}\n{}\n", QUESTIONS[0]), &[]);
+        for key in ["ids", "prompt_tokens"] {
+            assert_eq!(said[0][key], flagged[0][key], "/think {word}: {key}");
+        }
+    }
+    assert_eq!(of(&without[0], "prompt_tokens"), of(&with[0], "prompt_tokens") + THOUGHT.len() as u64);
 }
 
 /// What is said looks like the lines of the file that mark who speaks.
@@ -232,6 +242,10 @@ fn stats_follow_the_conversation() {
     let script =
         "/stats\nHello\n/stats\n/save talk.jsonl\nAnd now?\n/undo\n/stats\n/undo\n/stats\nWho?\n/reset\n/stats\n";
     let stderr = said(d, &format!("{script}/load talk.jsonl\n/stats\n"), &["--max-tokens", "8"], 0);
+    // After each of the three answers, and in /stats, stands how fast it was.
+    let rates: Vec<f64> =
+        stderr.lines().filter_map(|line| line.split_once(" tokens/s")?.0.rsplit_once(' ')?.1.parse().ok()).collect();
+    assert!(rates.len() > 3 && rates.iter().all(|rate| *rate > 0.0), "{rates:?}: {stderr}");
     let mut lines = stderr.lines().filter(|line| line.contains(" tokens") && line.contains(" messages, "));
     let mut next = || {
         let line = lines.next().unwrap_or_else(|| panic!("too few lines of /stats: {stderr}"));
@@ -550,6 +564,15 @@ fn a_run_folder_answers_as_it_was_trained() {
         assert_eq!(answer(path, &[]).0, trained, "{path}");
     }
     assert_eq!(answer("r", &["--w4a4"]).0, trained);
+    // So do a conversation and a server.
+    std::fs::write(d.join("script.txt"), "Hello\n").unwrap();
+    let chat = ["chat", "-m", "r", "--device", "cpu", "--temp", "0", "--max-tokens", "8", "--json", "--script"];
+    let turn: Value = serde_json::from_str(&ok(d, &[&chat[..], &["script.txt"]].concat())).unwrap();
+    assert_eq!(turn["ids"], trained);
+    let server = Server::start(d, &["-m", "r", "--context", "256"]);
+    let body = json!({"messages": [{"role": "user", "content": "Hello"}], "temperature": 0, "max_tokens": 8});
+    assert_eq!(server.ask("/v1/chat/completions", &body)["choices"][0]["message"]["content"], turn["text"]);
+    drop(server);
     let (other, said) = answer("r", &["--w4a4", "false"]);
     assert!(said.contains("activations not quantized, unlike in training (w4a4)"), "{said}");
     assert_ne!(other, trained);

@@ -392,7 +392,7 @@ fn doctor_says_what_there_is_and_what_to_do_about_the_rest() {
         for tier in ["quantizer", "portable product", "portable attention", "tensor cores", "few rows (decode)"] {
             agrees(&format!("cuda:0 {tier}"));
         }
-        for tier in ["both in NVFP4", "attention", "attention (decode)"] {
+        for tier in ["both in NVFP4", "attention", "attention over a cache"] {
             agrees(&format!("cuda:0 {tier}"));
         }
     }
@@ -416,7 +416,7 @@ fn doctor_names_the_command_that_installs_what_is_missing() {
     let packages = "pip install --target cuda 'nvidia-cuda-nvrtc==13.*' 'nvidia-cuda-runtime==13.*' \
                     'nvidia-cuda-crt==13.*' 'nvidia-cuda-cccl==13.*'";
     assert!(remedy("headers").contains(packages), "{text}");
-    assert!(text.contains("ok  kernels                   not kept: each process compiles them again"), "{text}");
+    assert!(text.contains("ok  kernels                       not kept: each process compiles them again"), "{text}");
 }
 
 /// An error of a setting's value is one line, as those of other wrong values are.

@@ -387,17 +387,8 @@ fn refuses_before_it_reads_json(server: &Server, good: &Value) {
     assert!([0, 431].contains(&server.send("GET", "/health", &[&header], b"").0));
 }
 
-/// A thousand bodies that are refused, besides some that are good.
-#[test]
-fn malformed_requests_are_refused_and_the_server_stays() {
-    let dir = folder();
-    let server = Server::start(dir.path(), &["-m", "m", "--context", "96"]);
-    let good = json!({
-        "model": "m", "messages": user("a"), "max_tokens": 1, "temperature": 0.5, "top_p": 0.5, "top_k": 4, "n": 1,
-        "stop": ["x"], "seed": 1, "stream": false, "logprobs": true, "top_logprobs": 1, "min_p": 0.1,
-        "repetition_penalty": 1.1,
-    });
-    server.ask(CHAT, &good);
+/// Bodies that are malformed in many ways, and some that are not, of requests of both kinds.
+fn bodies(good: &Value, completion: &Value) -> Vec<Vec<u8>> {
     let values = [
         json!(-1),
         json!(1e300),
@@ -413,17 +404,10 @@ fn malformed_requests_are_refused_and_the_server_stays() {
         json!([{"role": "user"}]),
         json!(1u64 << 40),
     ];
+    let others =
+        ["presence_penalty", "logit_bias", "tools", "tool_choice", "response_format", "unknown", "stream_options"];
     let mut bodies = Vec::new();
-    for field in good.as_object().unwrap().keys() {
-        for value in &values {
-            let mut body = good.clone();
-            body[field] = value.clone();
-            bodies.push(body.to_string().into_bytes());
-        }
-    }
-    for field in
-        ["presence_penalty", "logit_bias", "tools", "tool_choice", "response_format", "unknown", "stream_options"]
-    {
+    for field in good.as_object().unwrap().keys().map(String::as_str).chain(others) {
         for value in &values {
             let mut body = good.clone();
             body[field] = value.clone();
@@ -431,9 +415,9 @@ fn malformed_requests_are_refused_and_the_server_stays() {
         }
     }
     let mut random = Random::new(12);
-    let text = good.to_string().into_bytes();
-    while bodies.len() < 1300 {
-        let mut body = text.clone();
+    let texts = [good, completion].map(|body| body.to_string().into_bytes());
+    while bodies.len() < 1600 {
+        let mut body = texts[bodies.len() % 2].clone();
         for _ in 0..=random.below(3) {
             let at = random.below(body.len());
             match random.below(4) {
@@ -445,10 +429,28 @@ fn malformed_requests_are_refused_and_the_server_stays() {
         }
         bodies.push(body);
     }
+    bodies
+}
+
+/// A thousand bodies that are refused, besides some that are good.
+#[test]
+fn malformed_requests_are_refused_and_the_server_stays() {
+    let dir = folder();
+    let server = Server::start(dir.path(), &["-m", "m", "--context", "96"]);
+    let good = json!({
+        "model": "m", "messages": user("a"), "max_tokens": 1, "temperature": 0.5, "top_p": 0.5, "top_k": 4, "n": 1,
+        "stop": ["x"], "seed": 1, "stream": false, "logprobs": true, "top_logprobs": 1, "min_p": 0.1,
+        "repetition_penalty": 1.1,
+    });
+    server.ask(CHAT, &good);
+    let completion = json!({"model": "m", "prompt": "a", "max_tokens": 1, "n": 1, "stop": ["x"], "logprobs": 1});
+    server.ask(COMPLETION, &completion);
+    let bodies = bodies(&good, &completion);
     let mut refused = 0;
     for body in &bodies {
         let shown = String::from_utf8_lossy(body);
-        let (status, text) = server.send("POST", CHAT, &[JSON], body);
+        let path = if shown.contains("\"prompt\"") { COMPLETION } else { CHAT };
+        let (status, text) = server.send("POST", path, &[JSON], body);
         assert!(status == 200 || (400..500).contains(&status), "{status}: {shown}: {text}");
         let reply: Value = serde_json::from_str(&text).unwrap_or_else(|e| panic!("{e}: {shown}: {text}"));
         assert_eq!(status == 200, reply["error"].is_null(), "{shown}: {text}");
@@ -464,9 +466,13 @@ fn malformed_requests_are_refused_and_the_server_stays() {
     let tool = json!({"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}});
     let (_, text) = server.post(CHAT, &json!({"messages": user("a"), "max_tokens": 1, "tools": [tool]}));
     assert!(text.contains("the context ends at 96"), "a good tool is read, and is too long for this server: {text}");
-    let (status, text) = server.post(CHAT, &json!({"messages": user("a"), "temperature": 7}));
-    let error: Value = serde_json::from_str(&text).unwrap();
-    assert!(status == 400 && error["error"]["param"] == "temperature", "{text}");
+    for (field, value) in [("temperature", 7), ("n", 9)] {
+        let mut body = json!({"messages": user("a")});
+        body[field] = value.into();
+        let (status, text) = server.post(CHAT, &body);
+        let error: Value = serde_json::from_str(&text).unwrap();
+        assert!(status == 400 && error["error"]["param"] == field, "{text}");
+    }
     refuses_before_it_reads_json(&server, &good);
     server.ask(CHAT, &good);
 }
@@ -514,6 +520,8 @@ fn only_who_may_ask_is_answered() {
         refused(&["--api-key-file", "key"], "others may read it");
         fs::set_permissions(d.join("key"), fs::Permissions::from_mode(0o600)).unwrap();
     }
+    fs::write(d.join("key"), &key[1..]).unwrap();
+    refused(&["--api-key-file", "key"], "the key has 31 bytes; at least 32 are needed");
     // The file may begin with a byte order mark, as editors on Windows write it.
     fs::write(d.join("key"), format!("\u{feff}{key}\n")).unwrap();
     let server = Server::start(d, &["-m", "m", "--context", "64", "--api-key-file", "key"]);
@@ -531,6 +539,10 @@ fn only_who_may_ask_is_answered() {
     server.open("GET", "/v1/models", &[], b"").read_to_string(&mut refusal).unwrap();
     let (head, body_of_refusal) = refusal.split_once("\r\n\r\n").unwrap();
     assert!(head.to_ascii_lowercase().contains("www-authenticate: bearer"), "{refusal}");
+    // Pages of other sites may not read answers.
+    let mut page = String::new();
+    server.open("GET", "/", &["Origin: https://evil.example"], b"").read_to_string(&mut page).unwrap();
+    assert!(!format!("{head}{page}").to_ascii_lowercase().contains("access-control"), "{head}{page}");
     assert!(body_of_refusal.contains("\"code\":\"invalid_api_key\""), "{refusal}");
     assert_eq!(server.send("POST", CHAT, &[JSON, &right], body.as_bytes()).0, 200);
     for scheme in ["bearer", "BEARER "] {

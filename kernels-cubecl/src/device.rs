@@ -29,7 +29,12 @@ pub(crate) fn vector_size<R: Runtime>(client: &ComputeClient<R>, dtype: StorageT
 
 /// The number of multiprocessors, or an H200's 132 if the device does not report it.
 pub fn processors<R: Runtime>(client: &ComputeClient<R>) -> usize {
-    client.properties().hardware.num_streaming_multiprocessors.unwrap_or(132) as usize
+    known_processors(client).unwrap_or(132)
+}
+
+/// The number of multiprocessors, if the device reports it.
+pub fn known_processors<R: Runtime>(client: &ComputeClient<R>) -> Option<usize> {
+    client.properties().hardware.num_streaming_multiprocessors.map(|count| count as usize)
 }
 
 /// Cubes of 256 units that cover `len` elements, spread over two grid dimensions from 65,536 cubes on.

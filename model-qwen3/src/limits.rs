@@ -1,5 +1,5 @@
-//! Runs a library over a file that somebody else made, within limits: on a thread of its own, with a bound on memory and, where
-//! the library gives one answer, a bound on time.
+//! Runs a library over a file that somebody else made, within limits: on another thread, with a bound on memory and, where the
+//! library gives one answer, a bound on time.
 
 use backend_nvfp4::host_memory;
 use std::{
@@ -9,7 +9,7 @@ use std::{
     panic::{AssertUnwindSafe, catch_unwind},
     path::{Path, PathBuf},
     sync::{
-        Arc, Mutex, PoisonError,
+        Arc, Mutex, MutexGuard, PoisonError,
         atomic::{AtomicBool, AtomicUsize, Ordering},
         mpsc,
     },
@@ -60,21 +60,25 @@ pub enum Limit {
 
 /// What a thread says of its work.
 enum Said<Answer> {
-    /// The folder in which the system tells of the thread.
-    Begins(PathBuf),
+    /// The folder in which the system tells of the thread, and how long the thread has had a processor before.
+    Begins(PathBuf, Duration),
     /// The answer, or what the work panicked with.
     Ends(Result<Answer, Box<dyn Any + Send>>),
     TakesTooMuch,
 }
 
-/// A thread that does one work after another. It ends when this is dropped and its work is done.
-type Worker = mpsc::Sender<Box<dyn FnOnce() + Send>>;
+/// A piece of work.
+type Work = Box<dyn FnOnce() + Send>;
 
-/// Workers that wait for work. A template is rendered for each row of a file, and to start a thread takes longer than that.
-static IDLE: Mutex<Vec<Worker>> = Mutex::new(Vec::new());
+/// A thread that does one work of a kind after another. It ends when this is dropped and its work is done.
+struct Worker {
+    what: &'static str,
+    works: mpsc::Sender<Work>,
+}
 
-/// Most workers that wait. Each keeps the part of its stack that it has used.
-const MOST_IDLE: usize = 4;
+/// Workers that wait for work, at most one of each kind: a worker keeps the part of its stack that it has used. A template is rendered
+/// for each row of a file, and to start a thread takes longer than that (doc/notebook/log.md, 2026-11-29).
+static IDLE: Mutex<[Option<Worker>; 8]> = Mutex::new([const { None }; 8]);
 
 thread_local! {
     /// How this thread says that it takes too much memory.
@@ -83,14 +87,14 @@ thread_local! {
     static FOLDER: OnceCell<Option<PathBuf>> = const { OnceCell::new() };
 }
 
-/// Runs `work` with at most `memory` bytes. `what` names it. A thread cannot be ended: after an error by time or memory it
+/// Runs `work` with at most `memory` bytes. `what` names its kind. A thread cannot be ended: after an error by time or memory it
 /// keeps what it has, so the program should end. A program that does not end refuses further work while `MOST_GIVEN_UP` such
 /// threads are left.
 ///
 /// # Errors
 /// If the work reaches a limit or panics, or if earlier work has left too many threads.
 pub fn within<Answer: Send + 'static>(
-    what: &str,
+    what: &'static str,
     memory: usize,
     work: impl FnOnce() -> Answer + Send + 'static,
 ) -> Result<Answer, Limit> {
@@ -100,9 +104,10 @@ pub fn within<Answer: Send + 'static>(
     let at_end = AtEnd(ended.clone());
     let limited = Box::new(move || {
         let _at_end = at_end;
-        if let Some(folder) = FOLDER.with(|folder| folder.get_or_init(folder_of_this_thread).clone()) {
+        let folder = FOLDER.with(|folder| folder.get_or_init(folder_of_this_thread).clone());
+        if let Some((folder, before)) = folder.and_then(|folder| processor_time(&folder).map(|time| (folder, time))) {
             // Nobody listens if the system gave this thread no time at all.
-            let _ = sender.send(Said::Begins(folder));
+            let _ = sender.send(Said::Begins(folder, before));
         }
         let too_much = sender.clone();
         TAKES_TOO_MUCH.set(Some(Box::new(move || drop(too_much.send(Said::TakesTooMuch)))));
@@ -114,10 +119,13 @@ pub fn within<Answer: Send + 'static>(
         let _ = sender.send(Said::Ends(answer));
     });
     let worker = assign(what, limited)?;
-    let (began, mut told, mut before) = (Instant::now(), None, None);
+    let (began, mut told) = (Instant::now(), None);
     loop {
         match said.recv_timeout(LOOK) {
-            Ok(Said::Begins(folder)) => told = Some(folder),
+            Ok(Said::Begins(folder, before)) => {
+                told = Some((folder, before));
+                continue;
+            }
             Ok(Said::Ends(Ok(answer))) => {
                 keep(worker);
                 return Ok(answer);
@@ -127,12 +135,9 @@ pub fn within<Answer: Send + 'static>(
             Err(mpsc::RecvTimeoutError::Disconnected) => return Err(panicked(None)),
             Err(mpsc::RecvTimeoutError::Timeout) => {}
         }
-        if let Some(time) = told.as_deref().and_then(processor_time) {
-            // Before this work the thread may have done others.
-            let before = *before.get_or_insert(time);
-            if time - before > LONGEST_TIME {
-                return Err(give_up(&ended, Limit::Time));
-            }
+        let taken = told.as_ref().and_then(|(folder, before)| Some(processor_time(folder)?.saturating_sub(*before)));
+        if taken.is_some_and(|time| time > LONGEST_TIME) {
+            return Err(give_up(&ended, Limit::Time));
         }
         if began.elapsed() > LONGEST_WAIT {
             return Err(give_up(&ended, Limit::Wait));
@@ -211,27 +216,34 @@ fn check_given_up() -> Result<(), Limit> {
     }
 }
 
-/// Gives work to a worker that waits, or to a new one, which is named after it.
-fn assign(what: &str, mut work: Box<dyn FnOnce() + Send>) -> Result<Worker, Limit> {
-    while let Some(worker) = IDLE.lock().unwrap_or_else(PoisonError::into_inner).pop() {
-        match worker.send(work) {
+/// Gives work to the worker of its kind that waits, or to a new one.
+fn assign(what: &'static str, work: Work) -> Result<Worker, Limit> {
+    let waiting = idle().iter_mut().find_map(|place| place.take_if(|worker| worker.what == what));
+    let left = match waiting {
+        Some(worker) => match worker.works.send(work) {
             Ok(()) => return Ok(worker),
             // It has ended.
-            Err(mpsc::SendError(back)) => work = back,
-        }
-    }
-    let (worker, works) = mpsc::channel::<Box<dyn FnOnce() + Send>>();
-    start(what, move || works.into_iter().for_each(|work| work()))?;
-    let _ = worker.send(work);
-    Ok(worker)
+            Err(mpsc::SendError(work)) => work,
+        },
+        None => work,
+    };
+    let (works, assigned) = mpsc::channel::<Work>();
+    start(what, move || assigned.into_iter().for_each(|work| work()))?;
+    let _ = works.send(left);
+    Ok(Worker { what, works })
 }
 
-/// Lets a worker whose work is done wait for the next.
+/// Lets a worker whose work is done wait for the next, unless another one of its kind waits.
 fn keep(worker: Worker) {
-    let mut idle = IDLE.lock().unwrap_or_else(PoisonError::into_inner);
-    if idle.len() < MOST_IDLE {
-        idle.push(worker);
+    let mut idle = idle();
+    let waits = idle.iter().flatten().any(|other| other.what == worker.what);
+    if let Some(place) = idle.iter_mut().find(|place| !waits && place.is_none()) {
+        *place = Some(worker);
     }
+}
+
+fn idle() -> MutexGuard<'static, [Option<Worker>; 8]> {
+    IDLE.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// The folder in which the system tells of this thread.
@@ -302,13 +314,15 @@ mod tests {
     const MEMORY: usize = 1 << 20;
 
     #[test]
-    fn a_thread_does_one_work_after_another() {
-        let done = |_| within("a test", MEMORY, || std::thread::current().id()).unwrap();
-        let threads: HashSet<_> = (0..100).map(done).collect();
-        // Other tests take threads that wait here.
-        assert!(threads.len() < 50, "{} threads", threads.len());
-        let panicked = within::<()>("a test", MEMORY, || panic!("no answer"));
+    fn a_thread_does_one_work_after_another_until_one_panics() {
+        let thread = || within("a test of threads", MEMORY, || std::thread::current().id());
+        let first = thread().unwrap();
+        for _ in 0..100 {
+            assert_eq!(thread().unwrap(), first);
+        }
+        let panicked = within::<()>("a test of threads", MEMORY, || panic!("no answer"));
         assert!(matches!(panicked, Err(Limit::Panic(text)) if text == "no answer"));
+        assert_ne!(thread().unwrap(), first);
     }
 
     /// The time of a thread's earlier works does not count.
@@ -319,9 +333,9 @@ mod tests {
             while began.elapsed() < Duration::from_millis(800) {
                 std::hint::spin_loop();
             }
+            std::thread::current().id()
         };
-        for _ in 0..3 {
-            within("a test", MEMORY, spin).unwrap();
-        }
+        let threads: HashSet<_> = (0..3).map(|_| within("a test of time", MEMORY, spin).unwrap()).collect();
+        assert_eq!(threads.len(), 1);
     }
 }

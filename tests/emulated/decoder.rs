@@ -5,8 +5,11 @@ use super::gpu::{BF16, Data, F32, Gpu, PackedData};
 use crate::support::Random;
 use backend_nvfp4::reference;
 use half::bf16;
-use kernels_cubecl::cuda_text::decoder::{
-    ActivationRounding, Caches, DecoderBlock, DecoderShape, PAGE, Scratch, Weight, decoder_block,
+use kernels_cubecl::{
+    cuda_text::decoder::{
+        ActivationRounding, Caches, DecoderBlock, DecoderShape, PAGE, Scratch, Weight, decoder_block,
+    },
+    device::processors,
 };
 use std::ops::Range;
 
@@ -97,6 +100,13 @@ pub(super) fn every(gpu: &Gpu) {
         let pasts = (0..9).map(|n| n * 9).collect();
         expect(gpu, &Case { shape: long, pasts, cubes: 4, ..one(true, ActivationRounding::EachRow) });
     }
+}
+
+/// Cubes that wait for each other must all run: more than the device has processors are refused.
+pub(super) fn in_too_many_cubes(gpu: &Gpu) {
+    let case = Case { cubes: processors(&gpu.client) + 1, ..one(true, ActivationRounding::Not) };
+    let refused = Inputs::new(gpu, &case).launch(gpu, &case, 0..1).unwrap_err();
+    assert!(refused.contains("101 cubes wait for each other, and only 100 run"), "{refused}");
 }
 
 /// The bits of a token are the same in a launch for nine, whose activations do not fit into shared memory at once, and alone, where

@@ -115,6 +115,11 @@ fn a_block_in_one_launch() {
 }
 
 #[test]
+fn a_block_in_more_cubes_than_processors_is_refused() {
+    decoder::in_too_many_cubes(&Gpu::recording(90));
+}
+
+#[test]
 fn a_decoded_token_has_the_same_bits_beside_others() {
     on_the_cpu(|| decoder::beside_others_as_alone(&Gpu::emulated(90)));
 }

@@ -36,7 +36,8 @@ pub use timing::Row;
 const BF16: StorageType = StorageType::Scalar(ElemType::Float(FloatKind::BF16));
 const F32: StorageType = StorageType::Scalar(ElemType::Float(FloatKind::F32));
 
-/// The ways to compute products with packed operands that the device has. The first one that takes a shape computes it.
+/// The ways to compute products with packed operands that the program uses on the device. The first one that takes a shape computes
+/// it.
 pub fn tiers<R: Runtime>(client: &ComputeClient<R>) -> Vec<&'static str> {
     let tensor_cores = mma::supported(client, BF16);
     let is_hopper = hopper::is_hopper(client);

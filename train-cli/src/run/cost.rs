@@ -12,14 +12,14 @@ pub(super) fn of(recipe: Recipe, dense: (usize, usize), master: MasterKind, stat
         .then(|| format!("loss of a small model, against f32 storage and no quantization: {}", parts.join(" · ")))
 }
 
-/// The mean of six runs of 2,048 steps: three seeds on each of two texts. Recipe nvfp4 without a block in bf16: three seeds.
+/// The mean of three seeds, 2,048 steps, 2026-11-29.
 fn of_recipe(recipe: Recipe, (dense, all): (usize, usize)) -> Option<String> {
     let measured = match (recipe, dense) {
         (Recipe::Bf16, _) => return None,
-        (Recipe::W4, _) => return Some("recipe w4 +0.1 %".to_owned()),
+        (Recipe::W4, _) => return Some("recipe w4 +0.2 %".to_owned()),
         (Recipe::Nvfp4(_), 0) => return Some("recipe nvfp4 +1.2 % with no block in bf16".to_owned()),
-        (Recipe::W4a4, _) => "recipe w4a4 +0.8 %",
-        (Recipe::Nvfp4(_), _) => "recipe nvfp4 +0.9 %",
+        (Recipe::W4a4, _) => "recipe w4a4 +1.0 %",
+        (Recipe::Nvfp4(_), _) => "recipe nvfp4 +0.7 %",
     };
     let here = if dense == 0 { ", which was not measured" } else { "" };
     Some(format!("{measured} with 2 of 8 blocks in bf16 (here {dense} of {all}{here})"))
@@ -32,7 +32,7 @@ fn of_master(master: MasterKind) -> Option<&'static str> {
         MasterKind::Bf16 => Some("bf16 master weights +0.03 %"),
         MasterKind::Bf16Residual => Some("bf16-residual master weights +0.3 %"),
         MasterKind::Bf16Nearest => Some("bf16-nearest master weights +2.1 %"),
-        MasterKind::Nvfp4 => Some("NVFP4 master weights +10 to +12 %"),
+        MasterKind::Nvfp4 => Some("NVFP4 master weights +9.8 to +11.5 %"),
     }
 }
 
@@ -56,10 +56,10 @@ mod tests {
         assert_eq!(of(Recipe::Bf16, (0, 8), MasterKind::F32, StateKind::F32), None);
         // What was measured is one thing, and what this run does another.
         let text = of(Recipe::W4a4, (0, 36), MasterKind::F32, StateKind::F32).unwrap_or_default();
-        let said = "recipe w4a4 +0.8 % with 2 of 8 blocks in bf16 (here 0 of 36, which was not measured)";
+        let said = "recipe w4a4 +1.0 % with 2 of 8 blocks in bf16 (here 0 of 36, which was not measured)";
         assert!(text.ends_with(said), "{text}");
         let text = of(Recipe::W4, (0, 8), MasterKind::Nvfp4, StateKind::Int4).unwrap_or_default();
-        assert!(["w4 +0.1 %", "NVFP4 master weights", "int4"].iter().all(|part| text.contains(part)), "{text}");
+        assert!(["w4 +0.2 %", "NVFP4 master weights", "int4"].iter().all(|part| text.contains(part)), "{text}");
     }
 
     /// A run of recipe nvfp4 without a block in bf16 shows the price that was measured for that, and not that of the default.
@@ -67,8 +67,8 @@ mod tests {
     fn nvfp4_without_a_block_in_bf16_has_a_price_of_its_own() {
         let recipe = Recipe::Nvfp4(Nvfp4Parts::ALL);
         let cost = |dense| of(recipe, (dense, 3), MasterKind::F32, StateKind::F32).unwrap_or_default();
-        assert!(cost(1).ends_with("recipe nvfp4 +0.9 % with 2 of 8 blocks in bf16 (here 1 of 3)"), "{}", cost(1));
+        assert!(cost(1).ends_with("recipe nvfp4 +0.7 % with 2 of 8 blocks in bf16 (here 1 of 3)"), "{}", cost(1));
         let none = cost(0);
-        assert!(none.ends_with("recipe nvfp4 +1.2 % with no block in bf16") && !none.contains("0.9 %"), "{none}");
+        assert!(none.ends_with("recipe nvfp4 +1.2 % with no block in bf16") && !none.contains("0.7 %"), "{none}");
     }
 }

@@ -26,7 +26,7 @@ mod text;
 
 use crate::{
     cuda_text::{WrittenKernel, binding},
-    device::processors,
+    device::known_processors,
     error::{KernelError, index, require},
     mma,
 };
@@ -68,17 +68,18 @@ impl Scratch {
     }
 }
 
-/// Whether the device has the kernel, and the kernel these sizes.
+/// Whether the device has the kernel, and the kernel these sizes. A device that does not say how many processors it has has none.
 pub fn fits<R: Runtime>(client: &ComputeClient<R>, shape: DecoderShape, tokens: usize) -> bool {
     let bf16 = ElemType::Float(FloatKind::BF16).into();
-    mma::supported(client, bf16) && DecoderForm::new(client, shape, tokens, processors(client)).is_ok()
+    mma::supported(client, bf16)
+        && known_processors(client).is_some_and(|cubes| DecoderForm::new(client, shape, tokens, cubes).is_ok())
 }
 
 /// Launches the block in `cubes` cubes. All of them must run at the same time: there may be at most one for each of the
-/// [`processors`].
+/// [`known_processors`].
 ///
 /// # Errors
-/// If a buffer does not fit the shape or [`fits`] is false.
+/// If a buffer does not fit the shape, there are too many cubes, or [`fits`] is false.
 pub fn decoder_block<R: Runtime>(
     client: &ComputeClient<R>,
     block: DecoderBlock<R>,
@@ -86,6 +87,10 @@ pub fn decoder_block<R: Runtime>(
     cubes: usize,
 ) -> Result<(), KernelError> {
     let tokens = block.caches.pasts.len();
+    let most = known_processors(client).unwrap_or(0);
+    require(NAME, cubes <= most, || {
+        format!("{cubes} cubes wait for each other, and only {most} run at the same time for certain")
+    })?;
     let form = DecoderForm::new(client, block.shape, tokens, cubes)?.for_block(&block)?;
     block.check()?;
     require(NAME, (scratch.tokens, scratch.shape) == (form.tokens, block.shape), || {
@@ -107,8 +112,8 @@ pub fn decoder_block<R: Runtime>(
     let arguments = KernelArguments::new().with_buffers(buffers).with_info(MetadataBindingInfo::new(info, words));
     let cubes = CubeCount::Static(index(NAME, "cubes", cubes)?, 1, 1);
     // SAFETY: buffer lengths were checked against the shape, and the caller guarantees that every page lies within the caches; what
-    // lies behind the last token is neither read nor written; all cubes run at the same time, and a cube that waits in vain
-    // ends the launch.
+    // lies behind the last token is neither read nor written; all cubes run at the same time, which was checked, and a cube that
+    // waits in vain ends the launch.
     unsafe { client.launch_unchecked(Box::new(WrittenKernel(form)), cubes, arguments) };
     Ok(())
 }

@@ -12,9 +12,10 @@ use model_qwen3::weights::to_host;
 use std::ops::Range;
 
 /// Number of query heads, of key and value heads, and the size of a head.
-const SIZES: [usize; 3] = [4, 2, 128];
+const SIZES: [usize; 3] = [2, 1, 128];
 
-/// Tests the forward and the gradients of two documents, which end within blocks of the kernels.
+/// Tests the forward and the gradients of two documents. They end within blocks of the kernels, which have up to 128 tokens, and one
+/// begins in one block and ends in another.
 ///
 /// # Errors
 /// If the device fails.
@@ -22,7 +23,7 @@ pub(super) fn of_documents<B: Nvfp4Kernels>(
     device: &B::Device,
     precision: Precision,
 ) -> Result<Option<String>, CliError> {
-    let starts: Vec<u32> = [vec![0; 45], vec![45; 25]].concat();
+    let starts: Vec<u32> = [vec![0; 150], vec![150; 130]].concat();
     let tokens = starts.len();
     let documents = Documents::<B>::new(1, 0, starts.clone(), device);
     let spec = spec(precision);
@@ -35,14 +36,14 @@ pub(super) fn of_documents<B: Nvfp4Kernels>(
     let saved = AttentionSaved { q, k, v, y: y.clone(), lse };
     let [dq, dk, dv] = B::attention_backward(saved, dy, &documents, spec);
     for (name, made, sums) in [("y", y, exact.y), ("dq", dq, exact.dq), ("dk", dk, exact.dk), ("dv", dv, exact.dv)] {
-        if let Some(wrong) = differing::<B>(name, made, &sums, precision)? {
+        if let Some(wrong) = differing(name, &values_of::<B>(made)?, &sums, precision) {
             return Ok(Some(wrong));
         }
     }
     Ok(None)
 }
 
-/// Tests the newest token of a sequence over its cache.
+/// Tests the newest token of a sequence over its cache, which is so long that each part of it has several blocks of 64 keys.
 ///
 /// # Errors
 /// If the device fails.
@@ -50,14 +51,15 @@ pub(super) fn of_the_newest_token<B: Nvfp4Kernels>(
     device: &B::Device,
     precision: Precision,
 ) -> Result<Option<String>, CliError> {
-    let keys = 300;
+    let keys = 20_000;
     let documents = Documents::<B>::new(1, keys - 1, vec![0], device);
     let made = |rows: usize, heads: usize, seed: f32| matrix::<B>(rows, heads * SIZES[2], seed, precision, device);
     let (q, k, v) = (made(1, SIZES[0], 1.0), made(keys, SIZES[1], 2.0), made(keys, SIZES[1], 3.0));
     let queries = host(&q)?;
     let exact = Exact::of(&Inputs { q: &queries, k: &host(&k)?, v: &host(&v)?, dy: &queries }, |_| 0..keys);
     let [q, k, v] = [q, k, v].map(primitive);
-    differing::<B>("y", B::cached_attention(q, k, v, &documents, spec(precision)), &exact.y, precision)
+    let y = values_of::<B>(B::cached_attention(q, k, v, &documents, spec(precision)))?;
+    Ok(differing("y", &y, &exact.y, precision))
 }
 
 fn spec(precision: Precision) -> AttentionSpec {
@@ -84,22 +86,23 @@ fn host<B: Nvfp4Kernels>(x: &Tensor<B, 2>) -> Result<Vec<f64>, CliError> {
     Ok(to_host(x.clone())?.into_iter().map(f64::from).collect())
 }
 
+fn values_of<B: Nvfp4Kernels>(x: FloatTensor<B>) -> Result<Vec<f64>, CliError> {
+    host(&Tensor::<B, 2>::from_primitive(TensorPrimitive::Float(x)))
+}
+
 /// What is wrong with a result, if one of its values is further from its sum than the number format explains.
-fn differing<B: Nvfp4Kernels>(
-    name: &str,
-    made: FloatTensor<B>,
-    sums: &[Sum],
-    precision: Precision,
-) -> Result<Option<String>, CliError> {
-    let made = host(&Tensor::<B, 2>::from_primitive(TensorPrimitive::Float(made)))?;
-    // Probabilities, their gradients and the result are rounded to 8 bits.
+fn differing(name: &str, made: &[f64], sums: &[Sum], precision: Precision) -> Option<String> {
+    if made.len() != sums.len() {
+        return Some(format!("its attention is wrong: {name} has {} values instead of {}", made.len(), sums.len()));
+    }
+    // The result, probabilities and their gradients are rounded to 8 bits.
     let rounding = if precision == Precision::F32 { 1e-5 } else { 2.0 / 256.0 };
     let is_wrong = |(made, sum): &(&f64, &Sum)| {
         let off = (**made - sum.value).abs();
         off.is_nan() || off > rounding * sum.size + 1e-5
     };
-    let wrong = made.iter().zip(sums).find(is_wrong);
-    Ok(wrong.map(|(made, sum)| format!("its attention is wrong: a value of {name} is {made} instead of {}", sum.value)))
+    let (made, sum) = made.iter().zip(sums).find(is_wrong)?;
+    Some(format!("its attention is wrong: a value of {name} is {made} instead of {}", sum.value))
 }
 
 /// A sum, and the sum of the magnitudes of its terms.
@@ -149,13 +152,19 @@ impl Exact {
             let parts: Vec<_> = seen(query)
                 .map(|key| (of(key), weight(key) / total, dot(&inputs.dy[own.clone()], &inputs.v[of(key)])))
                 .collect();
+            for (key, p, _) in &parts {
+                for (at, of_key) in own.clone().zip(key.clone()) {
+                    exact.y[at].add(p * inputs.v[of_key], (p * inputs.v[of_key]).abs());
+                }
+            }
             let mean: f64 = parts.iter().map(|(_, p, dp)| p * dp).sum();
-            let mean_size: f64 = parts.iter().map(|(_, p, dp)| p * dp.abs()).sum();
+            // A kernel computes the mean from the rounded y.
+            let of_y = own.clone().map(|at| (inputs.dy[at] * exact.y[at].value).abs()).sum::<f64>();
+            let mean_size: f64 = parts.iter().map(|(_, p, dp)| p * dp.abs()).sum::<f64>() + of_y;
             for (key, p, dp) in parts {
                 let (ds, ds_size) = (p * (dp - mean) * factor, p * (dp.abs() + mean_size) * factor);
                 for (at, of_key) in own.clone().zip(key) {
-                    let [q, k, v, dy] = [inputs.q[at], inputs.k[of_key], inputs.v[of_key], inputs.dy[at]];
-                    exact.y[at].add(p * v, (p * v).abs());
+                    let [q, k, dy] = [inputs.q[at], inputs.k[of_key], inputs.dy[at]];
                     exact.dq[at].add(ds * k, ds_size * k.abs());
                     exact.dk[of_key].add(ds * q, ds_size * q.abs());
                     exact.dv[of_key].add(p * dy, (p * dy).abs());
@@ -163,5 +172,29 @@ impl Exact {
             }
         }
         exact
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_wrong_value_is_found() {
+        let inputs: Vec<Vec<f64>> =
+            [2, 1, 1, 2].map(|heads| values(3 * heads * SIZES[2], 1.0).into_iter().map(f64::from).collect()).into();
+        let inputs = Inputs { q: &inputs[0], k: &inputs[1], v: &inputs[2], dy: &inputs[3] };
+        let sums = Exact::of(&inputs, |query| 0..query + 1).dk;
+        let right: Vec<f64> = sums.iter().map(|sum| sum.value).collect();
+        for precision in [Precision::F32, Precision::Bf16] {
+            let wrong = |made: &[f64]| differing("dk", made, &sums, precision);
+            assert_eq!(wrong(&right), None);
+            assert!(wrong(&right[1..]).is_some());
+            for changed in [f64::NAN, right[5] + 0.1 * sums[5].size + 0.001] {
+                let mut made = right.clone();
+                made[5] = changed;
+                assert!(wrong(&made).is_some_and(|text| text.contains("a value of dk is ")), "{changed}");
+            }
+        }
     }
 }

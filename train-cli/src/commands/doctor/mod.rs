@@ -2,6 +2,7 @@
 //! test on each device (`self_test.rs`) compares its kernels with the reference.
 
 mod attention;
+mod checked;
 mod products;
 mod self_test;
 
@@ -12,15 +13,14 @@ use crate::{
     memory::{free, free::Disk, host},
     report,
     settings::DeviceChoice,
-    wrapping,
 };
+use checked::Checked;
 use cudarc::{
     driver::{CudaContext, sys::CUdevice_attribute},
     nvrtc::{CompileOptions, compile_ptx, compile_ptx_with_opts},
 };
 use futures_util::FutureExt;
 use self_test::tested;
-use serde::Serialize;
 use std::path::Path;
 
 /// Runs the command.
@@ -54,39 +54,6 @@ pub fn run(args: &DoctorArgs) -> Result<(), CliError> {
     }
     Ok(())
 }
-
-/// One thing that was looked at.
-#[derive(Debug, Serialize)]
-struct Checked {
-    name: String,
-    good: bool,
-    found: String,
-    /// What to do, if it is not good.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    remedy: Option<String>,
-}
-
-impl Checked {
-    fn good(name: impl Into<String>, found: impl Into<String>) -> Self {
-        Self { name: name.into(), good: true, found: found.into(), remedy: None }
-    }
-
-    fn missing(name: impl Into<String>, found: impl Into<String>, remedy: impl Into<String>) -> Self {
-        Self { name: name.into(), good: false, found: found.into(), remedy: Some(remedy.into()) }
-    }
-
-    /// What was found, and below it the remedy.
-    fn lines(&self, width: Option<usize>) -> String {
-        let mark = if self.good { "ok" } else { "–" };
-        let first = wrapping::hanging(&format!("{mark:<3} {:<NAMES$} ", self.name), &self.found, width);
-        let indent = " ".repeat(3 + 1 + NAMES + 1);
-        let remedy = |remedy: &String| format!("{first}\n{}", wrapping::hanging(&indent, remedy, width));
-        self.remedy.as_ref().map_or(first.clone(), remedy)
-    }
-}
-
-/// The width of the names in front of what was found. `cuda:0 portable attention` is the longest.
-const NAMES: usize = 25;
 
 fn program() -> Checked {
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
@@ -251,24 +218,4 @@ fn cache(has_card: bool) -> Checked {
         (None, _) => "not kept: each process compiles them again".to_owned(),
     };
     Checked::good("kernels", kept)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_long_remedy_keeps_its_indent() {
-        let check = Checked::missing("NVRTC", "the library libnvrtc is not found", NVRTC);
-        let file = check.lines(None);
-        assert_eq!(file.lines().count(), 2, "{file}");
-        for width in [80, 120] {
-            let text = check.lines(Some(width));
-            assert!(text.lines().count() > 2 && text.lines().all(|line| line.chars().count() <= width), "{text}");
-            assert!(text.lines().skip(1).all(|line| line.starts_with(&" ".repeat(30))), "{text}");
-            assert_eq!(text.split_whitespace().collect::<Vec<_>>(), file.split_whitespace().collect::<Vec<_>>());
-        }
-        let good = Checked::good("cuda:0 portable attention", "agrees").lines(Some(80));
-        assert_eq!(good.find("agrees"), Some(30), "{good}");
-    }
 }

@@ -3,7 +3,8 @@
 //! tested by itself.
 
 use super::{
-    Checked, attention,
+    attention,
+    checked::Checked,
     products::{Rows, Tests},
 };
 use crate::{
@@ -81,7 +82,7 @@ impl Job for Test {
             Tested::of("few rows (decode)", || tests.product(8, Rows::NewestTokens, precision.dtype()))?,
             Tested::of("both in NVFP4", || tests.product(32, Rows::Packed, DType::F32))?,
             Tested::of("attention", || attention::of_documents::<B>(&device, precision))?,
-            Tested::of("attention (decode)", || attention::of_the_newest_token::<B>(&device, precision))?,
+            Tested::of("attention over a cache", || attention::of_the_newest_token::<B>(&device, precision))?,
         ])
     }
 }
