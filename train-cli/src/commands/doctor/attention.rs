@@ -23,7 +23,7 @@ pub(super) fn of_documents<B: Nvfp4Kernels>(
     device: &B::Device,
     precision: Precision,
 ) -> Result<Option<String>, CliError> {
-    let starts: Vec<u32> = [vec![0; 150], vec![150; 130]].concat();
+    let starts: Vec<u32> = [vec![0; 140], vec![140; 60]].concat();
     let tokens = starts.len();
     let documents = Documents::<B>::new(1, 0, starts.clone(), device);
     let spec = spec(precision);
