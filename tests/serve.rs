@@ -416,7 +416,7 @@ fn bodies(good: &Value, completion: &Value) -> Vec<Vec<u8>> {
     }
     let mut random = Random::new(12);
     let texts = [good, completion].map(|body| body.to_string().into_bytes());
-    while bodies.len() < 1600 {
+    while bodies.len() < 2400 {
         let mut body = texts[bodies.len() % 2].clone();
         for _ in 0..=random.below(3) {
             let at = random.below(body.len());

@@ -1,5 +1,6 @@
 //! Numbers as the little-endian bytes of containers. No other file of this crate converts between the two.
 
+use burn::tensor::DType;
 use half::{bf16, f16};
 
 // Numbers that a device hands over are written as they lie in memory.
@@ -18,6 +19,15 @@ impl FloatType {
     /// Bytes in a value.
     pub fn size(self) -> usize {
         if self == Self::F32 { 4 } else { 2 }
+    }
+
+    /// The type of the same values in a tensor.
+    pub fn dtype(self) -> DType {
+        match self {
+            Self::F16 => DType::F16,
+            Self::Bf16 => DType::BF16,
+            Self::F32 => DType::F32,
+        }
     }
 
     /// The name in listings and messages.

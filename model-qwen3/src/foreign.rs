@@ -19,7 +19,7 @@ use crate::{
 use backend_nvfp4::{
     GivenScale, Packed, Scaling,
     layout::BLOCK,
-    reference::{self, Dialect, WeightType},
+    reference::{self, Dialect},
 };
 use std::{collections::BTreeMap, ops::Range, path::Path};
 
@@ -41,11 +41,7 @@ impl Library {
     /// How weights that were stored in `float` are quantized.
     fn dialect(self, float: FloatType) -> Dialect {
         match self {
-            Self::CompressedTensors => Dialect::CompressedTensors(match float {
-                FloatType::F32 => WeightType::F32,
-                FloatType::Bf16 => WeightType::Bf16,
-                FloatType::F16 => WeightType::F16,
-            }),
+            Self::CompressedTensors => Dialect::CompressedTensors(float.dtype()),
             Self::ModelOpt => Dialect::ModelOpt,
         }
     }

@@ -78,7 +78,13 @@ struct Worker {
 
 /// Workers that wait for work, at most one of each kind: a worker keeps the part of its stack that it has used. A template is rendered
 /// for each row of a file, and to start a thread takes longer than that (doc/notebook/log.md, 2026-11-29).
-static IDLE: Mutex<[Option<Worker>; 8]> = Mutex::new([const { None }; 8]);
+static IDLE: Mutex<Places> = Mutex::new([const { None }; KINDS]);
+
+/// The workers that wait.
+type Places = [Option<Worker>; KINDS];
+
+/// At least as many as there are kinds of work: chat templates, texts to tokenize, Parquet files.
+const KINDS: usize = 8;
 
 thread_local! {
     /// How this thread says that it takes too much memory.
@@ -242,7 +248,7 @@ fn keep(worker: Worker) {
     }
 }
 
-fn idle() -> MutexGuard<'static, [Option<Worker>; 8]> {
+fn idle() -> MutexGuard<'static, Places> {
     IDLE.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
@@ -282,7 +288,7 @@ fn give_up(ended: &AtomicBool, limit: Limit) -> Limit {
     limit
 }
 
-/// Says at the end of a thread, after a panic too, that it has ended. One that was given up does not count any more.
+/// Says at the end of a work, after a panic too, that it has ended. Its thread, if it was given up, does not count any more.
 struct AtEnd(Arc<AtomicBool>);
 
 impl Drop for AtEnd {

@@ -106,7 +106,7 @@ pub(super) fn every(gpu: &Gpu) {
 pub(super) fn in_too_many_cubes(gpu: &Gpu) {
     let case = Case { cubes: processors(&gpu.client) + 1, ..one(true, ActivationRounding::Not) };
     let refused = Inputs::new(gpu, &case).launch(gpu, &case, 0..1).unwrap_err();
-    assert!(refused.contains("101 cubes wait for each other, and only 100 run"), "{refused}");
+    assert!(refused.contains("101 cubes wait for each other, and only 100 are certain"), "{refused}");
 }
 
 /// The bits of a token are the same in a launch for nine, whose activations do not fit into shared memory at once, and alone, where

@@ -6,10 +6,11 @@
 //! | compressed-tensors | `1 / d`, `d = (1 / amax) * 2688` | `e4m3(d * (amax_b / 6))`, 0.125 for 0 | `e2m1(x / (s / d))` |
 //! | ModelOpt | `amax / 2688` | `e4m3(amax_b / (6 * g))`, 1 for 0 | `e2m1(x / (s * g))` |
 //!
-//! compressed-tensors 0.20.0 computes `d` and `amax_b / 6` in the type of the weights, here [`WeightType`]; everything else is f32.
+//! compressed-tensors 0.20.0 computes `d` and `amax_b / 6` in the type of the weights; everything else is f32.
 
 use super::codec::{E4M3_MAX, code, e2m1_decode, e2m1_encode, e4m3_decode, e4m3_encode, set_code};
 use crate::packed::Packed;
+use burn::tensor::DType;
 use half::{bf16, f16};
 use kernels_cubecl::layout::{BLOCK, scales_per_row, words_per_row};
 
@@ -19,30 +20,10 @@ const SMALLEST_SCALE: f32 = 1.0 / 512.0;
 /// The library whose bytes a matrix gets.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Dialect {
-    /// compressed-tensors, for weights of this type.
-    CompressedTensors(WeightType),
+    /// compressed-tensors, for weights of this type: f32, bf16 or f16.
+    CompressedTensors(DType),
     /// nvidia-modelopt.
     ModelOpt,
-}
-
-/// The type of dense weights.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-#[allow(missing_docs)]
-pub enum WeightType {
-    F32,
-    Bf16,
-    F16,
-}
-
-impl WeightType {
-    /// The nearest number of this type.
-    fn rounded(self, x: f32) -> f32 {
-        match self {
-            Self::F32 => x,
-            Self::Bf16 => bf16::from_f32(x).to_f32(),
-            Self::F16 => f16::from_f32(x).to_f32(),
-        }
-    }
 }
 
 /// The values of a packed matrix as compressed-tensors decodes it, row-major: `code * (scale / divisor)`, where the quotient and
@@ -91,17 +72,26 @@ impl Dialect {
 
     /// `d`, the reciprocal of the tensor scale, for the largest magnitude of the matrices that share it.
     pub fn divisor(self, amax: f32) -> f32 {
-        let rounded = |x: f32| if let Self::CompressedTensors(weights) = self { weights.rounded(x) } else { x };
-        let exact = 1.0 / amax.max(f32::MIN_POSITIVE) * super::FULL_SCALE;
-        // PyTorch divides a number by a tensor in two roundings. Of f16 weights below 0.041 the library's number is infinite, and
-        // its file of no use.
-        let divisor = rounded(rounded(1.0 / amax.max(f32::MIN_POSITIVE)) * super::FULL_SCALE);
-        [divisor, exact].into_iter().find(|divisor| divisor.is_finite()).unwrap_or(1.0)
+        let reciprocal = 1.0 / amax.max(f32::MIN_POSITIVE);
+        // PyTorch divides a number by a tensor in two roundings.
+        let divisor = self.rounded(self.rounded(reciprocal) * super::FULL_SCALE);
+        // If the largest of f16 weights is below 0.041, the library's number is infinite, and its file is useless.
+        let of_f32 = reciprocal * super::FULL_SCALE;
+        [divisor, of_f32].into_iter().find(|divisor| divisor.is_finite()).unwrap_or(1.0)
+    }
+
+    /// A number as the library holds it, if it computes in the type of the weights.
+    fn rounded(self, x: f32) -> f32 {
+        match self {
+            Self::CompressedTensors(DType::BF16) => bf16::from_f32(x).to_f32(),
+            Self::CompressedTensors(DType::F16) => f16::from_f32(x).to_f32(),
+            _ => x,
+        }
     }
 
     fn block_scale(self, amax: f32, divisor: f32, global: f32) -> u8 {
         let (scale, of_zero) = match self {
-            Self::CompressedTensors(weights) => (divisor * weights.rounded(amax / 6.0), 0.125),
+            Self::CompressedTensors(_) => (divisor * self.rounded(amax / 6.0), 0.125),
             Self::ModelOpt => (if amax == 0.0 { 1.0 } else { (amax / (6.0 * global)).max(SMALLEST_SCALE) }, 1.0),
         };
         let byte = e4m3_encode(scale.min(E4M3_MAX));
@@ -118,7 +108,7 @@ mod tests {
     fn small_weights_in_f16_keep_their_values() {
         let values: Vec<f32> = (0..32).map(|i| f16::from_f32((i as f32 - 16.0) * 6e-5).to_f32()).collect();
         let amax = values.iter().fold(0.0f32, |a, v| a.max(v.abs()));
-        let dialect = Dialect::CompressedTensors(WeightType::F16);
+        let dialect = Dialect::CompressedTensors(DType::F16);
         let packed = dialect.quantize(&values, 16, amax);
         let decoded = dequantize_divided(&packed, 2, 16, dialect.divisor(amax));
         for (value, decoded) in values.iter().zip(decoded) {

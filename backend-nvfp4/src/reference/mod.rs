@@ -22,7 +22,7 @@ pub use codec::{
     E2M1, E4M3_MAX, code, different_codes, e2m1_decode, e2m1_encode, e2m1_encode_stochastic, e4m3_decode, e4m3_encode,
     word_of,
 };
-pub use dialects::{Dialect, WeightType, dequantize_divided};
+pub use dialects::{Dialect, dequantize_divided};
 pub use draw::{draw, likeliest};
 pub use hadamard::hadamard;
 pub(crate) use moments::{decode_moment, encode_moment};

@@ -1,8 +1,9 @@
 //! Makes the parameters of a model: their ids, the types in which they lie on the device, and the forms of masters.
 
-use super::host::{to_host, type_on_device};
+use super::host::to_host;
 use crate::{
     ModelError,
+    bytes::FloatType,
     tensors::{Tensors, row_ranges},
 };
 use backend_nvfp4::{LinearSpec, Master, MasterKind, Nvfp4Kernels, Nvfp4Linear, Nvfp4Tensor, PackedMaster};
@@ -59,7 +60,7 @@ impl<B: Nvfp4Kernels> Forge<'_, B> {
         if tensors.is_outline() {
             return Ok(tensor);
         }
-        let stored = tensors.stored(name).and_then(|stored| stored.float()).map(type_on_device);
+        let stored = tensors.stored(name).and_then(|stored| stored.float()).map(FloatType::dtype);
         let as_stored = stored.filter(|stored| self.converts(*stored, form));
         for range in row_ranges(&shape, if as_stored.is_some() { STORED_CHUNK } else { CHUNK }) {
             let part = [range.len(), width];

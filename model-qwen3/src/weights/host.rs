@@ -98,15 +98,6 @@ pub(super) fn as_in_files(dtype: DType) -> Option<FloatType> {
     }
 }
 
-/// The type on a device of values that a file holds in this type.
-pub(super) fn type_on_device(float: FloatType) -> DType {
-    match float {
-        FloatType::F16 => DType::F16,
-        FloatType::Bf16 => DType::BF16,
-        FloatType::F32 => DType::F32,
-    }
-}
-
 fn failed(e: impl std::fmt::Debug) -> ModelError {
     ModelError::Device(format!("{e:?}"))
 }

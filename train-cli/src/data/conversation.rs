@@ -12,7 +12,7 @@ use crate::{
 };
 use model_qwen3::{ModelError, chat_template::RenderOptions, tokenizer::Tokenizer};
 use serde_json::{Value, json};
-use std::ops::Range;
+use std::{borrow::Cow, ops::Range};
 
 /// Most messages of a row. The beginning of the conversation is rendered for each answer, which takes seconds for more.
 const MOST_MESSAGES: usize = 1000;
@@ -112,7 +112,9 @@ impl Conversation {
         let mut grows = true;
         let learned = |i: &usize| self.messages[*i]["role"] == "assistant" && !self.unsupervised.contains(i);
         for i in (0..self.messages.len()).filter(learned) {
-            let closed = if i + 1 == self.messages.len() { full.clone() } else { self.render(text, i + 1, false)? };
+            // The last turn ends where the whole conversation does, which is rendered already.
+            let is_last = i + 1 == self.messages.len();
+            let closed = if is_last { Cow::Borrowed(&*full) } else { self.render(text, i + 1, false)?.into() };
             let end = closed.trim_end().len();
             // A template may render anything: an opening that is longer than the whole turn, too.
             let begin = self.begin_of(text, i, &closed)?.filter(|begin| *begin <= end).ok_or_else(|| {

@@ -12,7 +12,7 @@ pub(super) fn of(recipe: Recipe, dense: (usize, usize), master: MasterKind, stat
         .then(|| format!("loss of a small model, against f32 storage and no quantization: {}", parts.join(" · ")))
 }
 
-/// The mean of three seeds, 2,048 steps, 2026-11-29.
+/// Means of three seeds, after 2,048 steps (2026-11-29).
 fn of_recipe(recipe: Recipe, (dense, all): (usize, usize)) -> Option<String> {
     let measured = match (recipe, dense) {
         (Recipe::Bf16, _) => return None,
@@ -25,7 +25,8 @@ fn of_recipe(recipe: Recipe, (dense, all): (usize, usize)) -> Option<String> {
     Some(format!("{measured} with 2 of 8 blocks in bf16 (here {dense} of {all}{here})"))
 }
 
-/// 1,280 steps; bf16 and bf16-nearest are means of three seeds, bf16-residual is one seed. NVFP4: one seed, and two of 2,048 steps.
+/// 1,280 steps; bf16 and bf16-nearest are means of three seeds, bf16-residual is one seed. NVFP4 has one run of 1,280 steps, and two
+/// of 2,048.
 fn of_master(master: MasterKind) -> Option<&'static str> {
     match master {
         MasterKind::F32 => None,

@@ -68,7 +68,7 @@ impl Scratch {
     }
 }
 
-/// Whether the device has the kernel, and the kernel these sizes. A device that does not say how many processors it has has none.
+/// Whether the device has the kernel, and the kernel these sizes. A device must say how many processors it has.
 pub fn fits<R: Runtime>(client: &ComputeClient<R>, shape: DecoderShape, tokens: usize) -> bool {
     let bf16 = ElemType::Float(FloatKind::BF16).into();
     mma::supported(client, bf16)
@@ -89,7 +89,7 @@ pub fn decoder_block<R: Runtime>(
     let tokens = block.caches.pasts.len();
     let most = known_processors(client).unwrap_or(0);
     require(NAME, cubes <= most, || {
-        format!("{cubes} cubes wait for each other, and only {most} run at the same time for certain")
+        format!("{cubes} cubes wait for each other, and only {most} are certain to run at the same time")
     })?;
     let form = DecoderForm::new(client, block.shape, tokens, cubes)?.for_block(&block)?;
     block.check()?;

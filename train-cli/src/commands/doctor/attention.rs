@@ -4,10 +4,10 @@
 //! dv = pᵀ dy      ds = p (dy vᵀ - rowsum(p dy vᵀ)) / sqrt(E)      dq = ds k      dk = dsᵀ q
 //! ```
 
-use super::products::values;
+use super::products::matrix;
 use crate::CliError;
 use backend_nvfp4::{AttentionSaved, AttentionSpec, Documents, Nvfp4Kernels, Precision};
-use burn::tensor::{Tensor, TensorData, TensorPrimitive, ops::FloatTensor};
+use burn::tensor::{Tensor, TensorPrimitive, ops::FloatTensor};
 use model_qwen3::weights::to_host;
 use std::ops::Range;
 
@@ -27,7 +27,8 @@ pub(super) fn of_documents<B: Nvfp4Kernels>(
     let tokens = starts.len();
     let documents = Documents::<B>::new(1, 0, starts.clone(), device);
     let spec = spec(precision);
-    let made = |heads: usize, seed: f32| matrix::<B>(tokens, heads * SIZES[2], seed, precision, device);
+    let dtype = precision.dtype();
+    let made = |heads: usize, seed: f32| matrix::<B>([tokens, heads * SIZES[2]], seed, dtype, device);
     let (q, k, v, dy) = (made(SIZES[0], 1.0), made(SIZES[1], 2.0), made(SIZES[1], 3.0), made(SIZES[0], 4.0));
     let seen = |query: usize| starts[query] as usize..query + 1;
     let exact = Exact::of(&Inputs { q: &host(&q)?, k: &host(&k)?, v: &host(&v)?, dy: &host(&dy)? }, seen);
@@ -53,7 +54,8 @@ pub(super) fn of_the_newest_token<B: Nvfp4Kernels>(
 ) -> Result<Option<String>, CliError> {
     let keys = 20_000;
     let documents = Documents::<B>::new(1, keys - 1, vec![0], device);
-    let made = |rows: usize, heads: usize, seed: f32| matrix::<B>(rows, heads * SIZES[2], seed, precision, device);
+    let dtype = precision.dtype();
+    let made = |rows: usize, heads: usize, seed: f32| matrix::<B>([rows, heads * SIZES[2]], seed, dtype, device);
     let (q, k, v) = (made(1, SIZES[0], 1.0), made(keys, SIZES[1], 2.0), made(keys, SIZES[1], 3.0));
     let queries = host(&q)?;
     let exact = Exact::of(&Inputs { q: &queries, k: &host(&k)?, v: &host(&v)?, dy: &queries }, |_| 0..keys);
@@ -65,16 +67,6 @@ pub(super) fn of_the_newest_token<B: Nvfp4Kernels>(
 fn spec(precision: Precision) -> AttentionSpec {
     let [heads, kv_heads, head_dim] = SIZES;
     AttentionSpec { heads, kv_heads, head_dim, precision }
-}
-
-fn matrix<B: Nvfp4Kernels>(
-    rows: usize,
-    columns: usize,
-    seed: f32,
-    precision: Precision,
-    device: &B::Device,
-) -> Tensor<B, 2> {
-    Tensor::from_data(TensorData::new(values(rows * columns, seed), [rows, columns]), (device, precision.dtype()))
 }
 
 fn primitive<B: Nvfp4Kernels>(x: Tensor<B, 2>) -> FloatTensor<B> {
@@ -177,7 +169,7 @@ impl Exact {
 
 #[cfg(test)]
 mod tests {
-    use super::*;
+    use super::{super::products::values, *};
 
     #[test]
     fn a_wrong_value_is_found() {

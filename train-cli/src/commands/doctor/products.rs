@@ -20,68 +20,76 @@ pub(super) enum Rows {
     Packed,
 }
 
-/// The tests of a device that computes in a number format.
-pub(super) struct Tests<'a, B: Nvfp4Kernels> {
-    pub(super) device: &'a B::Device,
-    pub(super) precision: Precision,
-}
-
 /// Values between -1 and 1 that repeat nowhere.
 pub(super) fn values(len: usize, seed: f32) -> Vec<f32> {
     (0..len).map(|i| (i as f32 * 0.37 + seed).sin()).collect()
 }
 
+/// A matrix of [`values`] on the device.
+pub(super) fn matrix<B: Nvfp4Kernels>(
+    [rows, columns]: [usize; 2],
+    seed: f32,
+    dtype: DType,
+    device: &B::Device,
+) -> Tensor<B, 2> {
+    Tensor::from_data(TensorData::new(values(rows * columns, seed), [rows, columns]), (device, dtype))
+}
+
 const SPEC: QuantizeSpec = QuantizeSpec { scaling: Scaling::Two, block: BlockShape::Row, rounding: Rounding::Nearest };
 
-impl<B: Nvfp4Kernels> Tests<'_, B> {
-    fn tensor(&self, values: &[f32], dims: [usize; 2], dtype: DType) -> Tensor<B, 2> {
-        Tensor::from_data(TensorData::new(values.to_vec(), dims), (self.device, dtype))
-    }
+/// Tests the quantizer.
+///
+/// # Errors
+/// If the device fails.
+pub(super) fn quantizer<B: Nvfp4Kernels>(device: &B::Device) -> Result<Option<String>, CliError> {
+    let [n, k] = SHAPE;
+    let packed = Nvfp4Tensor::quantize(matrix::<B>(SHAPE, 1.0, DType::F32, device), SPEC);
+    let expected = reference::quantize(&values(n * k, 1.0), View::row_major(n, k), SPEC);
+    Ok((packed.to_packed().map_err(failed)? != expected).then(|| "it gives other bytes than the reference".into()))
+}
 
-    pub(super) fn quantizer(&self) -> Result<Option<String>, CliError> {
-        let [n, k] = SHAPE;
-        let w = values(n * k, 1.0);
-        let packed = Nvfp4Tensor::quantize(self.tensor(&w, [n, k], DType::F32), SPEC);
-        let expected = reference::quantize(&w, View::row_major(n, k), SPEC);
-        Ok((packed.to_packed().map_err(failed)? != expected).then(|| "it gives other bytes than the reference".into()))
-    }
-
-    /// Multiplies a matrix of `m` rows by a packed weight, with a result of type `out`.
-    pub(super) fn product(&self, m: usize, rows: Rows, out: DType) -> Result<Option<String>, CliError> {
-        let [n, k] = SHAPE;
-        let weight = Nvfp4Tensor::quantize(self.tensor(&values(n * k, 1.0), [n, k], DType::F32), SPEC);
-        let x = self.tensor(&values(m * k, 0.0), [m, k], self.precision.dtype());
-        let packed = (rows == Rows::Packed).then(|| Nvfp4Tensor::quantize(x.clone(), SPEC));
-        let dense = || x.clone().into_primitive().tensor();
-        let made = match &packed {
-            None if rows == Rows::NewestTokens => {
-                let weights = vec![Operand::Packed(weight.primitive())];
-                B::token_products(Operand::Dense(dense()), weights, self.precision).remove(0)
-            }
-            None => B::nvfp4_matmul(dense(), &weight.primitive(), Product::Nt, out),
-            Some(x) => {
-                B::nvfp4_matmul_packed(&x.primitive(), &weight.primitive(), Product::Nt, self.precision.dtype(), out)
-            }
-        };
-        let made = to_host(Tensor::<B, 2>::from_primitive(TensorPrimitive::Float(made)))?;
-        let dense = |packed: &Nvfp4Tensor<B>, rows: usize| {
-            Ok::<_, CliError>(reference::dequantize(&packed.to_packed().map_err(failed)?, rows, k))
-        };
-        let left = packed.as_ref().map_or_else(|| Ok(to_host(x.clone())?), |x| dense(x, m))?;
-        let right = dense(&weight, n)?;
-        for (i, y) in made.iter().enumerate() {
-            let (row, column) = (&left[i / n * k..][..k], &right[i % n * k..][..k]);
-            let terms = || row.iter().zip(column).map(|(a, b)| f64::from(*a) * f64::from(*b));
-            let (sum, size) = (terms().sum::<f64>(), terms().map(f64::abs).sum::<f64>());
-            // A result of 16 bits is rounded to 8 bits.
-            let rounding = if out == DType::F32 { 0.0 } else { sum.abs() / 256.0 };
-            let off = (f64::from(*y) - sum).abs();
-            if off.is_nan() || off > 1e-5 * size + rounding {
-                return Ok(Some(format!("it multiplies wrongly: {y} instead of {sum}")));
-            }
+/// Tests the product of a matrix of `m` rows and a packed weight, with a result of type `out`.
+///
+/// # Errors
+/// If the device fails.
+pub(super) fn product<B: Nvfp4Kernels>(
+    device: &B::Device,
+    precision: Precision,
+    m: usize,
+    rows: Rows,
+    out: DType,
+) -> Result<Option<String>, CliError> {
+    let [n, k] = SHAPE;
+    let weight = Nvfp4Tensor::quantize(matrix::<B>(SHAPE, 1.0, DType::F32, device), SPEC);
+    let x = matrix::<B>([m, k], 0.0, precision.dtype(), device);
+    let packed = (rows == Rows::Packed).then(|| Nvfp4Tensor::quantize(x.clone(), SPEC));
+    let dense = || x.clone().into_primitive().tensor();
+    let made = match &packed {
+        None if rows == Rows::NewestTokens => {
+            let weights = vec![Operand::Packed(weight.primitive())];
+            B::token_products(Operand::Dense(dense()), weights, precision).remove(0)
         }
-        Ok(None)
+        None => B::nvfp4_matmul(dense(), &weight.primitive(), Product::Nt, out),
+        Some(x) => B::nvfp4_matmul_packed(&x.primitive(), &weight.primitive(), Product::Nt, precision.dtype(), out),
+    };
+    let made = to_host(Tensor::<B, 2>::from_primitive(TensorPrimitive::Float(made)))?;
+    let dense = |packed: &Nvfp4Tensor<B>, rows: usize| {
+        Ok::<_, CliError>(reference::dequantize(&packed.to_packed().map_err(failed)?, rows, k))
+    };
+    let left = packed.as_ref().map_or_else(|| Ok(to_host(x.clone())?), |x| dense(x, m))?;
+    let right = dense(&weight, n)?;
+    for (i, y) in made.iter().enumerate() {
+        let (row, column) = (&left[i / n * k..][..k], &right[i % n * k..][..k]);
+        let terms = || row.iter().zip(column).map(|(a, b)| f64::from(*a) * f64::from(*b));
+        let (sum, size) = (terms().sum::<f64>(), terms().map(f64::abs).sum::<f64>());
+        // A result of 16 bits is rounded to 8 bits.
+        let rounding = if out == DType::F32 { 0.0 } else { sum.abs() / 256.0 };
+        let off = (f64::from(*y) - sum).abs();
+        if off.is_nan() || off > 1e-5 * size + rounding {
+            return Ok(Some(format!("it multiplies wrongly: {y} instead of {sum}")));
+        }
     }
+    Ok(None)
 }
 
 fn failed(error: backend_nvfp4::Nvfp4Error) -> CliError {

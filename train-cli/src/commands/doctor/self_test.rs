@@ -5,7 +5,7 @@
 use super::{
     attention,
     checked::Checked,
-    products::{Rows, Tests},
+    products::{self, Rows},
 };
 use crate::{
     CliError,
@@ -66,11 +66,11 @@ impl Job for Test {
         device: B::Device,
         precision: Precision,
     ) -> Result<Vec<Tested>, CliError> {
-        let tests = Tests::<B> { device: &device, precision };
+        let product = |m, rows, out| products::product::<B>(&device, precision, m, rows, out);
         if precision == Precision::F32 {
             return Ok(vec![
-                Tested::of("quantizer", || tests.quantizer())?,
-                Tested::of("portable product", || tests.product(32, Rows::Any, DType::F32))?,
+                Tested::of("quantizer", || products::quantizer::<B>(&device))?,
+                Tested::of("portable product", || product(32, Rows::Any, DType::F32))?,
                 Tested::of("portable attention", || attention::of_documents::<B>(&device, precision))?,
             ]);
         }
@@ -78,9 +78,9 @@ impl Job for Test {
             return Ok(vec![]);
         }
         Ok(vec![
-            Tested::of("tensor cores", || tests.product(32, Rows::Any, DType::F32))?,
-            Tested::of("few rows (decode)", || tests.product(8, Rows::NewestTokens, precision.dtype()))?,
-            Tested::of("both in NVFP4", || tests.product(32, Rows::Packed, DType::F32))?,
+            Tested::of("tensor cores", || product(32, Rows::Any, DType::F32))?,
+            Tested::of("few rows (decode)", || product(8, Rows::NewestTokens, precision.dtype()))?,
+            Tested::of("both in NVFP4", || product(32, Rows::Packed, DType::F32))?,
             Tested::of("attention", || attention::of_documents::<B>(&device, precision))?,
             Tested::of("attention over a cache", || attention::of_the_newest_token::<B>(&device, precision))?,
         ])
