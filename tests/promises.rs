@@ -36,6 +36,7 @@ mod kills;
 mod likeliest;
 mod loading;
 mod mutated_files;
+mod once;
 mod optimizer;
 mod parity;
 mod paths;

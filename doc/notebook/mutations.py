@@ -26,7 +26,7 @@ from pathlib import Path
 
 CRATES = ["kernels-cubecl", "backend-nvfp4", "model-qwen3", "train-cli"]
 # They measure, or say what a build is: no test asserts a time.
-EXCLUDED = re.compile(r"/bench|/once/|/main\.rs|/commands/bench\.rs")
+EXCLUDED = re.compile(r"/bench|/main\.rs|/commands/bench\.rs")
 # Tests that should see a mutant of a file, the likeliest first. Every other test follows.
 LIKELY = [
     (r"kernels-cubecl/src/decode_attention", "emulated::attention cache random_cases"),

@@ -33,7 +33,6 @@
 //! | [`device`] | what launches ask of a device, and how many cubes they start |
 //! | [`host_memory`] | how a program ends when the host has no more memory |
 //! | [`vulkan`] | whose memory the default adapter of Vulkan has, and how much of it is free |
-//! | `once` | tests only: launches every kernel once, and compiles it for cards that the machine does not have |
 //! | [`any_cuda`] | the CUDA runtime, whose devices are GPUs or those of [`cuda_source`] |
 //! | [`cuda_source`] | devices that record kernels as CUDA C++ instead of running them |
 //! | [`compile_ahead`] | compiles recorded kernels on all processors, before a device needs them |
@@ -106,8 +105,6 @@ pub mod likeliest;
 pub mod matmul;
 pub mod mma;
 pub mod normal;
-#[cfg(test)]
-mod once;
 pub mod operands;
 pub mod penalty;
 pub mod quantize;

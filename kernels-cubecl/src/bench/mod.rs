@@ -25,7 +25,7 @@ use timing::Bench;
 mod attention;
 mod decode;
 mod decoder;
-pub(crate) mod optimizer;
+mod optimizer;
 mod products;
 mod quantizers;
 mod small_operations;

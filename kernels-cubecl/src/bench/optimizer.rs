@@ -14,7 +14,7 @@ use crate::{
 use cubecl::prelude::*;
 
 /// An arbitrary step of the optimizer.
-pub(crate) const SOME_STEP: AdamwStep = AdamwStep {
+const SOME_STEP: AdamwStep = AdamwStep {
     lr: 1e-4,
     beta1: 0.9,
     beta2: 0.95,

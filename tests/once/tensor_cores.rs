@@ -1,8 +1,10 @@
 //! The kernels that need tensor cores.
 
 use super::zeros::{F32, Zeros};
-use crate::{
+use cubecl::ir::{ElemType, FloatKind, StorageType};
+use kernels_cubecl::{
     KernelError,
+    any_cuda::AnyCudaRuntime,
     attention::{self, AttentionShape, Instructions},
     block_scaled::{self, block_scaled},
     cuda_text::decoder::{self, ActivationRounding, Caches, DecoderBlock, DecoderShape, PAGE, Scratch, Weight},
@@ -14,16 +16,12 @@ use crate::{
     gemv::{Gemv, gemv},
     operands::Product,
 };
-use cubecl::{
-    ir::{ElemType, FloatKind},
-    prelude::*,
-};
 
 const BF16: StorageType = StorageType::Scalar(ElemType::Float(FloatKind::BF16));
 
 /// Every kind of product, in tiles of every width, on `mma.sync` and on Hopper's own instructions. There, results in f32 that begin
 /// at zero are made without and with the sums of their squares.
-pub(super) fn gemms<R: Runtime>(zeros: &Zeros<R>, rows: usize) -> Result<(), KernelError> {
+pub(super) fn gemms(zeros: &Zeros, rows: usize) -> Result<(), KernelError> {
     for cols in gemm::tile_columns(zeros.client) {
         each_gemm(zeros, rows, |products| gemm::gemm_in(zeros.client, products, cols))?;
     }
@@ -51,10 +49,10 @@ pub(super) fn gemms<R: Runtime>(zeros: &Zeros<R>, rows: usize) -> Result<(), Ker
 }
 
 /// Launches every kind of product by `launch`.
-fn each_gemm<R: Runtime>(
-    zeros: &Zeros<R>,
+fn each_gemm(
+    zeros: &Zeros,
     rows: usize,
-    launch: impl Fn(Gemm<R>) -> Result<(), KernelError>,
+    launch: impl Fn(Gemm<AnyCudaRuntime>) -> Result<(), KernelError>,
 ) -> Result<(), KernelError> {
     let Zeros { dtype, .. } = *zeros;
     for (product, accumulate, result) in
@@ -70,10 +68,10 @@ fn each_gemm<R: Runtime>(
 }
 
 /// Three products with one left operand, three with one right operand both ways, and a sum of three.
-fn joint_gemms<R: Runtime>(
-    zeros: &Zeros<R>,
+fn joint_gemms(
+    zeros: &Zeros,
     tokens: usize,
-    launch: impl Fn(Gemm<R>) -> Result<(), KernelError>,
+    launch: impl Fn(Gemm<AnyCudaRuntime>) -> Result<(), KernelError>,
 ) -> Result<(), KernelError> {
     let (outputs, inputs) = ([168, 40, 72], 136);
     for (product, shared_left, summed) in [
@@ -108,8 +106,8 @@ fn joint_gemms<R: Runtime>(
     Ok(())
 }
 
-pub(super) fn block_scaled_products<R: Runtime>(zeros: &Zeros<R>, rows: usize) -> Result<(), KernelError> {
-    let Zeros { client, dtype } = *zeros;
+pub(super) fn block_scaled_products(zeros: &Zeros, rows: usize) -> Result<(), KernelError> {
+    let Zeros { client, dtype, .. } = *zeros;
     if !block_scaled::supported(client) {
         return Ok(());
     }
@@ -121,8 +119,8 @@ pub(super) fn block_scaled_products<R: Runtime>(zeros: &Zeros<R>, rows: usize) -
 }
 
 /// One token and several, few and many rows of a weight, one weight and three.
-pub(super) fn gemvs<R: Runtime>(zeros: &Zeros<R>, rows: usize) -> Result<(), KernelError> {
-    let Zeros { client, dtype } = *zeros;
+pub(super) fn gemvs(zeros: &Zeros, rows: usize) -> Result<(), KernelError> {
+    let Zeros { client, dtype, .. } = *zeros;
     for (outputs, inputs) in [(40usize, 256usize), (8450, 2560)] {
         for tokens in [1, rows.min(16)] {
             for outputs in [vec![outputs], vec![outputs, 24, 40]] {
@@ -137,8 +135,8 @@ pub(super) fn gemvs<R: Runtime>(zeros: &Zeros<R>, rows: usize) -> Result<(), Ker
     Ok(())
 }
 
-pub(super) fn attention<R: Runtime>(zeros: &Zeros<R>, rows: usize) -> Result<(), KernelError> {
-    let Zeros { client, dtype } = *zeros;
+pub(super) fn attention(zeros: &Zeros, rows: usize) -> Result<(), KernelError> {
+    let Zeros { client, dtype, .. } = *zeros;
     let by = Instructions::of(client, dtype);
     for head_dim in [64usize, 128] {
         let shape = AttentionShape { queries: rows, keys: rows, past: 0, heads: 4, kv_heads: 2, head_dim };
@@ -152,9 +150,7 @@ pub(super) fn attention<R: Runtime>(zeros: &Zeros<R>, rows: usize) -> Result<(),
             attention::Saved { q, k, v, lse: zeros.floats(lse) }
         };
         let ends: Vec<u8> = (0..rows).flat_map(|_| (rows as u32).to_le_bytes()).collect();
-        let handle = client.create_from_slice(&ends);
-        // SAFETY: the buffer holds one u32 for each row.
-        let ends = unsafe { ArrayArg::from_raw_parts(handle, rows) };
+        let ends = zeros.filled(&ends, 4);
         let out = [zeros.values(keys), zeros.values(keys)];
         let (dy, delta) = (zeros.values(queries), zeros.floats(lse));
         attention::backward_kv(client, by, saved(), dy, delta, starts(), ends, out, dtype, shape)?;
@@ -172,10 +168,10 @@ pub(super) fn attention<R: Runtime>(zeros: &Zeros<R>, rows: usize) -> Result<(),
 }
 
 /// Packed weights with activations of each kind, and dense ones; a token, and three; the second time over a past of two shares.
-pub(super) fn decoder_blocks<R: Runtime>(zeros: &Zeros<R>) -> Result<(), KernelError> {
+pub(super) fn decoder_blocks(zeros: &Zeros) -> Result<(), KernelError> {
     const SHAPE: DecoderShape =
         DecoderShape { hidden: 256, intermediate: 512, heads: 4, kv_heads: 2, head_dim: 64, eps: 1e-6 };
-    let Zeros { client, dtype } = *zeros;
+    let Zeros { client, dtype, .. } = *zeros;
     if dtype != BF16 || !decoder::fits(client, SHAPE, 3) {
         return Ok(());
     }

@@ -1,7 +1,7 @@
 //! The kernels that run on every device.
 
 use super::zeros::{STREAM, Zeros};
-use crate::{
+use kernels_cubecl::{
     KernelError,
     column_sums::column_sums,
     cross_entropy::cross_entropy,
@@ -18,13 +18,12 @@ use crate::{
     segment_sum::segment_sum,
     swiglu,
 };
-use cubecl::prelude::*;
 
 /// Columns of the matrices here.
 pub(super) const COLS: usize = 256;
 
-pub(super) fn quantizers<R: Runtime>(zeros: &Zeros<R>, rows: usize) -> Result<(), KernelError> {
-    let Zeros { client, dtype } = *zeros;
+pub(super) fn quantizers(zeros: &Zeros, rows: usize) -> Result<(), KernelError> {
+    let Zeros { client, dtype, .. } = *zeros;
     let square = rows.next_multiple_of(16);
     for (block, rounding, view) in [
         (BlockShape::Row, Rounding::Nearest, View::row_major(square, COLS)),
@@ -65,8 +64,8 @@ pub(super) fn quantizers<R: Runtime>(zeros: &Zeros<R>, rows: usize) -> Result<()
     Ok(())
 }
 
-pub(super) fn products<R: Runtime>(zeros: &Zeros<R>, rows: usize) -> Result<(), KernelError> {
-    let Zeros { client, dtype } = *zeros;
+pub(super) fn products(zeros: &Zeros, rows: usize) -> Result<(), KernelError> {
+    let Zeros { client, dtype, .. } = *zeros;
     for product in [Product::Nt, Product::Nn, Product::Tn] {
         let (a_rows, a_cols, out) = match product {
             Product::Nt => (rows, COLS, rows * 64),
@@ -79,8 +78,8 @@ pub(super) fn products<R: Runtime>(zeros: &Zeros<R>, rows: usize) -> Result<(), 
     matmul_packed_packed(client, zeros.packed(rows, COLS), zeros.packed(64, COLS), zeros.values(rows * 64), dtype)
 }
 
-pub(super) fn small_operations<R: Runtime>(zeros: &Zeros<R>, rows: usize) -> Result<(), KernelError> {
-    let Zeros { client, dtype } = *zeros;
+pub(super) fn small_operations(zeros: &Zeros, rows: usize) -> Result<(), KernelError> {
+    let Zeros { client, dtype, .. } = *zeros;
     let (n, shape) = (rows * COLS, [rows, COLS]);
     let ids: Vec<u32> = (0..rows as u32).map(|n| n / 3).collect();
     segment_sum(client, zeros.floats(n), &ids, (zeros.values(n), dtype), COLS)?;

@@ -7,18 +7,18 @@
 //! compiled for each architecture once, and besides a few texts of each architecture that a seed draws. All texts are compiled
 //! by hand:
 //!
-//!     cargo test --workspace --lib -- --ignored every_text_compiles
+//!     cargo test --workspace --test promises -- --ignored every_text_compiles
 
-use super::once;
-use crate::{
-    any_cuda::{AnyCudaDevice, AnyCudaRuntime},
-    cuda_source::{Launch, OnLaunch, SourceDevice},
-};
+use super::{Zeros, once};
 use cubecl::{
     Runtime,
     ir::{ElemType, FloatKind, StorageType},
 };
 use cudarc::nvrtc::safe::{CompileOptions, compile_ptx_with_opts};
+use kernels_cubecl::{
+    any_cuda::{AnyCudaDevice, AnyCudaRuntime},
+    cuda_source::{Launch, OnLaunch, SourceDevice},
+};
 use std::{
     collections::BTreeSet,
     fs,
@@ -125,8 +125,10 @@ fn texts(arch: u32) -> Vec<Launch> {
 /// What `once` launches on a device for one type, which must be every kernel.
 fn launches(arch: u32, kind: FloatKind) -> Vec<Launch> {
     let device = SourceDevice::new(arch, OnLaunch::Record);
-    let client = AnyCudaRuntime::client(&AnyCudaDevice::Source(device.clone()));
-    once(&client, StorageType::Scalar(ElemType::Float(kind)), 17).unwrap();
+    let source = AnyCudaDevice::Source(device.clone());
+    let client = AnyCudaRuntime::client(&source);
+    let dtype = StorageType::Scalar(ElemType::Float(kind));
+    once(&Zeros { client: &client, device: &source, dtype }, 17).unwrap();
     cubecl::future::block_on(client.sync()).unwrap();
     let all = device.take_launches();
     device.give_back();
@@ -150,13 +152,13 @@ fn launches(arch: u32, kind: FloatKind) -> Vec<Launch> {
     all
 }
 
-/// The kernels in the sources, except those that only measure. This file names what begins a kernel.
+/// The kernels in the sources, except those that only measure.
 fn kernels() -> &'static [String] {
     static NAMES: OnceLock<Vec<String>> = OnceLock::new();
     NAMES.get_or_init(|| {
-        let sources = Path::new(env!("CARGO_MANIFEST_DIR")).join("src");
-        let others = ["bench", "once"].map(|folder| sources.join(folder));
-        let files = rust_files(&sources).into_iter().filter(|file| others.iter().all(|other| !file.starts_with(other)));
+        let sources = Path::new(env!("CARGO_MANIFEST_DIR")).join("../kernels-cubecl/src");
+        let measured = sources.join("bench");
+        let files = rust_files(&sources).into_iter().filter(|file| !file.starts_with(&measured));
         let names: Vec<String> = files.flat_map(|file| kernels_in(&fs::read_to_string(file).unwrap())).collect();
         assert!(names.len() > 30, "{names:?}");
         names

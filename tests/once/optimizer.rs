@@ -1,29 +1,41 @@
 //! The optimizer with every form of master weights and moments.
 
-use super::zeros::{F32, Zeros};
-use crate::{
+use super::zeros::{F32, STREAM, Zeros};
+use cubecl::ir::StorageType;
+use kernels_cubecl::{
     KernelError,
-    adamw::{self, Coding, Master},
-    bench::optimizer::SOME_STEP,
+    adamw::{self, AdamwStep, Coding, Master},
     gradient,
     operands::PackedArgs,
 };
-use cubecl::prelude::*;
 
 const MASTERS: [Master; 4] = [Master::Exact, Master::Residual, Master::Stochastic, Master::Nearest];
+
+/// A step of which nobody reads the result.
+const SOME_STEP: AdamwStep = AdamwStep {
+    lr: 1e-4,
+    beta1: 0.9,
+    beta2: 0.95,
+    eps: 1e-8,
+    weight_decay: 0.1,
+    bias1: 0.1,
+    bias2: 0.05,
+    clip_factor: 1.0,
+    stream: STREAM,
+};
 
 const CODINGS: [Coding; 2] = [Coding::Bytes, Coding::Nibbles];
 
 /// Steps over `n` values, a multiple of 256, with a last block of 128 values; and over an odd number of values.
-pub(super) fn optimizer<R: Runtime>(zeros: &Zeros<R>, n: usize) -> Result<(), KernelError> {
-    let Zeros { client, dtype } = *zeros;
+pub(super) fn optimizer(zeros: &Zeros, n: usize) -> Result<(), KernelError> {
+    let Zeros { client, dtype, .. } = *zeros;
     for (len, masters) in [(n + 128, &MASTERS[..]), (n - 3, &MASTERS[..1])] {
         let chunk = adamw::Chunk { start: 0, end: len };
         let state = |coding: Coding, signed: bool| adamw::StateArgs {
             codes: zeros.updated(len * coding.bits() / 8, 1),
             absmax: zeros.updated(len.div_ceil(adamw::STATE_BLOCK), 4),
             table: zeros.floats(1 << coding.bits()),
-            search: zeros.sized(coding.bins(signed), 4),
+            search: zeros.sized(coding.search(signed).len(), 4),
         };
         let grad = |ty: StorageType| (zeros.sized(len, ty.size()), ty);
         let judged = |ty: StorageType| adamw::JudgedArgs {
