@@ -1,6 +1,6 @@
 //! `block_scaled` on GPUs whose tensor cores read NVFP4, against f64.
 
-use super::gpu::{BF16, Exact, F16, F32, Gpu};
+use super::gpu::{BF16, ExactProduct, F16, F32, Gpu, matrix};
 use crate::support::Random;
 use cubecl::ir::StorageType;
 use kernels_cubecl::block_scaled;
@@ -23,9 +23,7 @@ pub(super) fn run(gpu: &Gpu, ty: StorageType) -> Result<(), String> {
     let (a, w) = (gpu.packed(&mut random, rows, depth), gpu.packed(&mut random, cols, depth));
     let y = gpu.room(rows * cols, ty);
     block_scaled::block_scaled(&gpu.client, a.args(), w.args(), y.arg(), ty).map_err(|e| e.to_string())?;
-    gpu.compare("block_scaled", &y, |at| {
-        let (a_row, w_row) = (&a.values[at / cols * depth..][..depth], &w.values[at % cols * depth..][..depth]);
-        let factor = a.global.values[0] * w.global.values[0];
-        Exact::sum(a_row.iter().zip(w_row).map(|(a, w)| a * w), factor)
-    })
+    let (left, right) = (matrix(&a.values, rows, depth), matrix(&w.values, cols, depth).reversed_axes());
+    let exact = ExactProduct::new(left, right, a.global.values[0] * w.global.values[0]);
+    gpu.compare("block_scaled", &y, |at| exact.at(at / cols, at % cols))
 }

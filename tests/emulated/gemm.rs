@@ -1,6 +1,6 @@
 //! `gemm` in every tile width, for one product and for several of one launch, against f64.
 
-use super::gpu::{BF16, Data, Exact, F16, F32, Gpu};
+use super::gpu::{BF16, Data, Exact, ExactProduct, F16, F32, Gpu, matrix};
 use crate::support::Random;
 use cubecl::{client::ComputeClient, ir::StorageType};
 use kernels_cubecl::{
@@ -130,14 +130,15 @@ pub(super) fn launch_and_compare(
         squares: args(&squares),
     };
     launch(&gpu.client, products).map_err(|e| e.to_string())?;
-    // One part's sum at (i, j), with its tensor scales.
-    let part = |p: usize, i: usize, j: usize| -> Exact {
+    // The parts, with their tensor scales.
+    let exact = (0..parts).map(|p| {
         let (s, a, b) = (shapes[p], &a[p.min(a.len() - 1)].values, &b[p.min(b.len() - 1)].values);
-        let left = |r: usize| if product == Tn { a[r * s.i + i] } else { a[i * s.r + r] };
-        let right = |r: usize| if product == Nt { b[j * s.r + r] } else { b[r * s.j + j] };
-        let factor: f64 = factors[p * scales..][..scales].iter().map(|f| f.values[0]).product();
-        Exact::sum((0..s.r).map(|r| left(r) * right(r)), factor)
-    };
+        let left = if product == Tn { matrix(a, s.r, s.i).reversed_axes() } else { matrix(a, s.i, s.r) };
+        let right = if product == Nt { matrix(b, s.j, s.r).reversed_axes() } else { matrix(b, s.r, s.j) };
+        ExactProduct::new(left, right, factors[p * scales..][..scales].iter().map(|f| f.values[0]).product())
+    });
+    let exact: Vec<ExactProduct> = exact.collect();
+    let part = |p: usize, i: usize, j: usize| exact[p].at(i, j);
     for (p, y) in out.iter().enumerate() {
         gpu.compare(&format!("result {p}"), y, |at| {
             let (i, j) = (at / shapes[p].j, at % shapes[p].j);

@@ -1,6 +1,6 @@
 //! `gemv` by the plans that it makes for the layers of Qwen3, against f64.
 
-use super::gpu::{BF16, Exact, F16, Gpu, PackedData};
+use super::gpu::{BF16, ExactProduct, F16, Gpu, PackedData, matrix};
 use crate::support::Random;
 use cubecl::ir::StorageType;
 use kernels_cubecl::gemv::{Gemv, GemvPlan, gemv};
@@ -99,11 +99,9 @@ pub(super) fn run(
     };
     gemv(&gpu.client, launch, plan).map_err(|e| e.to_string())?;
     for (w, y) in weights.iter().zip(&ys) {
-        gpu.compare("y", y, |at| {
-            let (token, row) = (at / w.rows, at % w.rows);
-            let terms = x.values[token * k..][..k].iter().zip(&w.values[row * k..][..k]).map(|(x, w)| x * w);
-            Exact::sum(terms, w.global.values[0])
-        })?;
+        let (tokens, weight) = (matrix(&x.values, rows, k), matrix(&w.values, w.rows, k));
+        let exact = ExactProduct::new(tokens, weight.reversed_axes(), w.global.values[0]);
+        gpu.compare("y", y, |at| exact.at(at / w.rows, at % w.rows))?;
     }
     Ok(())
 }

@@ -19,6 +19,7 @@ use kernels_cubecl::{
     cuda_text::hopper,
     operands::PackedArgs,
 };
+use ndarray::{Array2, ArrayView2};
 use rayon::prelude::*;
 
 pub(super) const F32: StorageType = StorageType::Scalar(ElemType::Float(FloatKind::F32));
@@ -237,8 +238,37 @@ impl Exact {
             value += term;
             size += term.abs();
         }
-        Self { value: value * factor, allowed: size * factor.abs() * 2e-6 }
+        Self { value: value * factor, allowed: size * factor.abs() * SUM_ROUNDING }
     }
+}
+
+/// By how much a sum in f32 may differ from the exact one, relative to the sum of the sizes of its terms.
+const SUM_ROUNDING: f64 = 2e-6;
+
+/// A product of matrices in f64.
+pub(super) struct ExactProduct {
+    values: Array2<f64>,
+    /// The sums of the sizes of the terms.
+    sizes: Array2<f64>,
+    factor: f64,
+}
+
+impl ExactProduct {
+    /// `left` `[rows, depth]` times `right` `[depth, cols]`, times `factor`.
+    pub(super) fn new(left: ArrayView2<f64>, right: ArrayView2<f64>, factor: f64) -> Self {
+        Self { values: left.dot(&right), sizes: left.mapv(f64::abs).dot(&right.mapv(f64::abs)), factor }
+    }
+
+    /// As [`Exact::sum`].
+    pub(super) fn at(&self, row: usize, col: usize) -> Exact {
+        let (value, size) = (self.values[[row, col]] * self.factor, self.sizes[[row, col]] * self.factor.abs());
+        Exact { value, allowed: size * SUM_ROUNDING }
+    }
+}
+
+/// A matrix `[rows, cols]` that lies row by row.
+pub(super) fn matrix(values: &[f64], rows: usize, cols: usize) -> ArrayView2<'_, f64> {
+    ArrayView2::from_shape((rows, cols), values).expect("rows * cols values")
 }
 
 /// Half of the relative distance of neighboring numbers, a little more.
