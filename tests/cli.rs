@@ -365,6 +365,10 @@ fn doctor_says_what_there_is_and_what_to_do_about_the_rest() {
         let line = named(name);
         assert!(line["good"] == true || line["remedy"].as_str().is_some_and(|r| r.contains(command)), "{line}");
     }
+    // Both say of which CUDA they are.
+    for name in ["NVRTC", "headers"].into_iter().filter(|name| named(name)["good"] == true) {
+        assert!(named(name)["found"].as_str().is_some_and(|found| found.contains(" · CUDA 1")), "{text}");
+    }
     assert!(named("kernels")["found"].as_str().is_some_and(|kept| kept.contains("kept in ")), "{text}");
     // Each tier of each device that is there is compared by itself, and timed.
     let agrees = |name: &str| {
@@ -375,10 +379,12 @@ fn doctor_says_what_there_is_and_what_to_do_about_the_rest() {
             "{line}"
         );
     };
-    ["cpu quantizer", "cpu portable product", "cpu portable attention"].iter().for_each(|name| agrees(name));
+    ["cpu quantizer", "cpu portable product", "cpu portable gradients", "cpu portable attention"]
+        .iter()
+        .for_each(|name| agrees(name));
     let vulkan = named("vulkan");
     if vulkan["good"] == true {
-        ["vulkan quantizer", "vulkan portable product", "vulkan portable attention"]
+        ["vulkan quantizer", "vulkan portable product", "vulkan portable gradients", "vulkan portable attention"]
             .iter()
             .for_each(|name| agrees(name));
         let found = vulkan["found"].as_str().unwrap();
@@ -392,7 +398,7 @@ fn doctor_says_what_there_is_and_what_to_do_about_the_rest() {
         for tier in ["quantizer", "portable product", "portable attention", "tensor cores", "few rows (decode)"] {
             agrees(&format!("cuda:0 {tier}"));
         }
-        for tier in ["both in NVFP4", "attention", "attention over a cache"] {
+        for tier in ["gradients", "both in NVFP4", "attention", "attention over a cache", "token by token"] {
             agrees(&format!("cuda:0 {tier}"));
         }
     }

@@ -4,6 +4,13 @@
 use backend_nvfp4::Precision;
 use model_qwen3::bytes::FloatType;
 
+/// `‖a - b‖ / ‖b‖`.
+pub fn relative_difference(a: &[f32], b: &[f32]) -> f64 {
+    let squares = |values: &mut dyn Iterator<Item = f64>| values.map(|v| v * v).sum::<f64>();
+    let difference = squares(&mut a.iter().zip(b).map(|(a, b)| f64::from(*a) - f64::from(*b)));
+    (difference / squares(&mut b.iter().map(|b| f64::from(*b))).max(f64::MIN_POSITIVE)).sqrt()
+}
+
 /// The bound if only one of two models is rounded to NVFP4. Two unrelated models differ by 1.4.
 pub const NVFP4: f64 = 0.5;
 

@@ -10,6 +10,7 @@ use crate::{
     model_files::TextFiles,
     report,
     run::{checkpoint::HeadStorage, export_format::ExportFormat, sample_answers::packed},
+    tolerance::relative_difference,
 };
 use backend_nvfp4::{DeviceServices, LinearSpec, Nvfp4Kernels, Precision, Recipe};
 use model_qwen3::{
@@ -190,13 +191,6 @@ fn differs_by_at_most(format: ExportFormat, precision: Precision, like: bool, he
         Precision::F32 => 0.05,
         Precision::Tf32 | Precision::F16 | Precision::Bf16 => 0.1,
     }
-}
-
-/// `‖a - b‖ / ‖b‖`.
-fn relative_difference(a: &[f32], b: &[f32]) -> f64 {
-    let squares = |values: &mut dyn Iterator<Item = f64>| values.map(|v| v * v).sum::<f64>();
-    let difference = squares(&mut a.iter().zip(b).map(|(a, b)| f64::from(*a) - f64::from(*b)));
-    (difference / squares(&mut b.iter().map(|b| f64::from(*b))).max(f64::MIN_POSITIVE)).sqrt()
 }
 
 #[cfg(test)]

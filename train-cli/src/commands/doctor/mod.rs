@@ -1,8 +1,10 @@
 //! `doctor`: checks whether this machine has what the program needs, and names the command that installs what is missing. A short
 //! test on each device (`self_test.rs`) compares its kernels with the reference.
 
+mod answers;
 mod attention;
 mod checked;
+mod nvrtc;
 mod products;
 mod self_test;
 
@@ -15,10 +17,7 @@ use crate::{
     settings::DeviceChoice,
 };
 use checked::Checked;
-use cudarc::{
-    driver::{CudaContext, sys::CUdevice_attribute},
-    nvrtc::{CompileOptions, compile_ptx, compile_ptx_with_opts},
-};
+use cudarc::driver::{CudaContext, sys::CUdevice_attribute};
 use futures_util::FutureExt;
 use self_test::tested;
 use std::path::Path;
@@ -33,7 +32,7 @@ pub fn run(args: &DoctorArgs) -> Result<(), CliError> {
     let cards = device::quietly(|| CudaContext::device_count().unwrap_or(0)).unwrap_or(0).max(0) as usize;
     checks.extend(driver(cards > 0));
     checks.extend((0..cards).map(card));
-    let tools = [compiler(), headers()];
+    let tools = [nvrtc::compiler(), nvrtc::headers()];
     // Without them every test on a card would fail for the same reason, which their lines name.
     let compiles = tools.iter().all(|tool| tool.good);
     checks.extend(tools);
@@ -177,36 +176,6 @@ fn shown(adapter: &wgpu::AdapterInfo) -> String {
 }
 
 const VULKAN: &str = "only --device vulkan needs a Vulkan driver: apt-get install mesa-vulkan-drivers libvulkan1";
-
-const NVRTC: &str = "only an NVIDIA card needs it; install the CUDA 13 toolkit, or: pip install --target cuda \
-                     'nvidia-cuda-nvrtc==13.*' 'nvidia-cuda-runtime==13.*' 'nvidia-cuda-crt==13.*' \
-                     'nvidia-cuda-cccl==13.*', then set CUDA_PATH and LD_LIBRARY_PATH as doc/guide/first-run.md says";
-
-/// NVIDIA's runtime compiler.
-fn compiler() -> Checked {
-    match device::quietly(|| compile_ptx("extern \"C\" __global__ void f() {}").map_err(|e| e.to_string())) {
-        Some(Ok(_)) => Checked::good("NVRTC", "compiles"),
-        Some(Err(error)) => Checked::missing("NVRTC", error, NVRTC),
-        None => Checked::missing("NVRTC", "the library libnvrtc is not found", NVRTC),
-    }
-}
-
-/// The headers that kernels include, where CubeCL looks for them.
-fn headers() -> Checked {
-    let Some(folder) = device::quietly(cubecl::cuda::install::include_path) else {
-        return Checked::missing("headers", "no CUDA headers are found", NVRTC);
-    };
-    let shown = folder.display().to_string();
-    let compile = || {
-        let options = CompileOptions { include_paths: vec![shown.clone()], ..CompileOptions::default() };
-        let text = "#include <cuda_bf16.h>\nextern \"C\" __global__ void f(__nv_bfloat16 *x) { x[0] = x[1]; }";
-        compile_ptx_with_opts(text, options).is_ok()
-    };
-    match device::quietly(compile) {
-        Some(true) => Checked::good("headers", shown),
-        _ => Checked::missing("headers", format!("cuda_bf16.h does not compile in {shown}"), NVRTC),
-    }
-}
 
 /// Where the compiled kernels of cards are kept.
 fn cache(has_card: bool) -> Checked {

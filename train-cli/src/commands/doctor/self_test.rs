@@ -1,9 +1,9 @@
-//! The short test of a device: its quantizer and the products of each of its tiers (`products.rs`), and attention
-//! (`attention.rs`). Which kernel computes something follows from the number format and from the operands, so that each tier is
+//! The short test of a device: its quantizer and the products of each of its tiers (`products.rs`), attention (`attention.rs`), and
+//! a model's new tokens (`answers.rs`). Which kernel computes something follows from the number format and from the operands, so that each tier is
 //! tested by itself.
 
 use super::{
-    attention,
+    answers, attention,
     checked::Checked,
     products::{self, Rows},
 };
@@ -71,6 +71,7 @@ impl Job for Test {
             return Ok(vec![
                 Tested::of("quantizer", || products::quantizer::<B>(&device))?,
                 Tested::of("portable product", || product(32, Rows::Any, DType::F32))?,
+                Tested::of("portable gradients", || products::gradients::<B>(&device, precision, 32))?,
                 Tested::of("portable attention", || attention::of_documents::<B>(&device, precision))?,
             ]);
         }
@@ -79,10 +80,12 @@ impl Job for Test {
         }
         Ok(vec![
             Tested::of("tensor cores", || product(32, Rows::Any, DType::F32))?,
+            Tested::of("gradients", || products::gradients::<B>(&device, precision, 32))?,
             Tested::of("few rows (decode)", || product(8, Rows::NewestTokens, precision.dtype()))?,
             Tested::of("both in NVFP4", || product(32, Rows::Packed, DType::F32))?,
             Tested::of("attention", || attention::of_documents::<B>(&device, precision))?,
             Tested::of("attention over a cache", || attention::of_the_newest_token::<B>(&device, precision))?,
+            Tested::of("token by token", || answers::token_by_token::<B>(&device, precision))?,
         ])
     }
 }
