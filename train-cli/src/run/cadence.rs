@@ -1,7 +1,8 @@
 //! How often a run evaluates and saves if no flag says so. Evaluations and sample answers take at most about
 //! [`EVALUATION_SHARE`] of its time, and there are at most twenty. Their time is estimated from counts of tokens, so that a run
-//! evaluates after the same steps wherever it runs. How much time a checkpoint takes from training is known only after one was
-//! saved: [`Spent`] measures it, and the run leaves out checkpoints that would take more than [`SAVING_SHARE`] of its time.
+//! evaluates after the same steps wherever it runs. A run leaves out checkpoints that would take more than [`SAVING_SHARE`] of its
+//! time. How much time one takes from training is known only after one was saved ([`Spent`] measures it), so that for the first it
+//! is what the fastest disk would need.
 
 use super::inputs::Inputs;
 use crate::{
@@ -59,29 +60,42 @@ fn between(steps: usize, cost: f64) -> usize {
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) struct Spent {
     total: f64,
-    last: f64,
+    last: Option<f64>,
 }
 
 impl Spent {
     /// Training has waited so many seconds for one more.
     pub(super) fn add(&mut self, seconds: f64) {
         self.total += seconds;
-        self.last = seconds;
+        self.last = Some(seconds);
     }
 
     /// The last one has taken so many seconds more, while steps were made.
     pub(super) fn add_to_last(&mut self, seconds: f64) {
         self.total += seconds;
-        self.last += seconds;
+        self.last = self.last.map(|last| last + seconds);
     }
 
-    /// Whether an attempt that has trained for `elapsed` seconds has time for one more, which takes as long as the last one. Nobody
-    /// notices a short time for all of them together.
-    pub(super) fn has_time(self, elapsed: f64) -> bool {
-        let total = self.total + self.last;
-        total < UNNOTICED || total <= SAVING_SHARE * elapsed
+    /// What the last one has taken, if there was one.
+    pub(super) fn last(self) -> Option<f64> {
+        self.last
+    }
+
+    /// Whether an attempt has time for one more, of `bytes`. After the first, one more takes as long as the last one, and the
+    /// attempt has trained for `elapsed` seconds. Before, it takes what the fastest disk needs, and the attempt will take
+    /// `expected` seconds: checkpoints that come too often are left out once one was measured. Nobody notices a short time for all
+    /// of them together.
+    pub(super) fn has_time(self, bytes: u64, elapsed: f64, expected: f64) -> bool {
+        let (total, of) = match self.last {
+            Some(last) => (self.total + last, elapsed),
+            None => (bytes as f64 / FASTEST_DISK, expected),
+        };
+        total < UNNOTICED || total <= SAVING_SHARE * of
     }
 }
+
+/// Bytes that a disk writes in a second, at most.
+const FASTEST_DISK: f64 = 2e9;
 
 /// Seconds that nobody notices.
 const UNNOTICED: f64 = 0.1;
@@ -101,15 +115,27 @@ mod tests {
     #[test]
     fn checkpoints_take_2_percent_of_the_time_at_most() {
         let mut spent = Spent::default();
-        // What the first one takes is not known before.
-        assert!(spent.has_time(0.0));
+        assert_eq!(spent.last(), None);
         spent.add(0.5);
-        assert!(!spent.has_time(49.0) && spent.has_time(50.1));
+        let has_time = |spent: Spent, elapsed| spent.has_time(0, elapsed, 1e9);
+        assert!(!has_time(spent, 49.0) && has_time(spent, 50.1));
         spent.add(0.75);
-        assert!(!spent.has_time(99.0) && spent.has_time(100.1));
+        assert!(!has_time(spent, 99.0) && has_time(spent, 100.1));
         // A short one is no exception after these.
         spent.add(0.05);
-        assert!(!spent.has_time(67.0) && spent.has_time(67.6));
+        assert!(!has_time(spent, 67.0) && has_time(spent, 67.6));
+        assert_eq!(spent.last(), Some(0.05));
+    }
+
+    /// Of a run of 20 steps of 4B, which take 4 s and save 15 GiB, only the last step is saved.
+    #[test]
+    fn the_first_checkpoint_of_a_short_run_is_left_out_if_it_is_large() {
+        let spent = Spent::default();
+        assert!(!spent.has_time(15 << 30, 0.2, 4.0) && !spent.has_time(15 << 30, 20.0, 400.0));
+        // Of a longer run it is saved, so that its cost is known.
+        assert!(spent.has_time(15 << 30, 20.5, 410.0));
+        // The demo's checkpoint has 5 MB.
+        assert!(spent.has_time(5 << 20, 0.0, 1.0));
     }
 
     /// Short ones are saved as long as all of them together are short.
@@ -117,7 +143,7 @@ mod tests {
     fn many_short_checkpoints_are_not_unnoticed() {
         let mut spent = Spent::default();
         let saved = (1..20).filter(|step| {
-            let saves = spent.has_time(0.1 * f64::from(*step));
+            let saves = spent.has_time(1 << 20, 0.1 * f64::from(*step), 2.0);
             if saves {
                 spent.add(0.01);
                 // A thread has written it while the next step was made.

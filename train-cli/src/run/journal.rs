@@ -21,7 +21,7 @@ use crate::{
     run::sample_answers::{MAX_TOKENS, Samples, beginning},
     run::saving::{Keep, Saver},
     run::tensorboard::Events,
-    settings::{ReportTo, SaveStrategy},
+    settings::{ReportTo, SaveStrategy, defaults::SAVING_SHARE},
     train::codes::Codes,
     train::evaluation::Evaluation,
     train::guard::Guard,
@@ -72,6 +72,8 @@ pub struct Journal {
     told: bool,
     /// When this attempt began to train.
     began: Instant,
+    /// The steps that were made before.
+    began_after: usize,
     /// The time that checkpoints have taken from it.
     spent: Spent,
 }
@@ -134,6 +136,7 @@ impl Journal {
             saver: Arc::new(Mutex::new(saver)),
             told: false,
             began: Instant::now(),
+            began_after: made,
             spent: Spent::default(),
         })
     }
@@ -220,11 +223,13 @@ impl Journal {
     }
 
     /// Why a checkpoint that nobody has asked for is not saved now, if there is a reason.
-    fn reason_to_leave_out(&self, saver: &Saver) -> Option<&'static str> {
+    fn reason_to_leave_out(&self, saver: &Saver, step: usize) -> Option<&'static str> {
         if saver.is_busy() {
             return Some("the one before is still being written");
         }
-        let has_time = self.spent.has_time(self.began.elapsed().as_secs_f64());
+        let elapsed = self.began.elapsed().as_secs_f64();
+        let steps = |until: usize| (until - self.began_after) as f64;
+        let has_time = self.spent.has_time(saver.bytes(), elapsed, elapsed / steps(step) * steps(self.order.steps));
         (!has_time).then_some("checkpoints would take too much of the run's time")
     }
 
@@ -294,7 +299,15 @@ impl<B: Nvfp4Kernels> Between<B> for Journal {
         let evaluations = due_after(self.eval_steps, step, steps);
         let Cost { passes, answers } = self.evaluation_cost;
         let answer_seconds = self.state.answering.map(|seconds| seconds * self.samples.prompts.len() as f64);
-        StillToDo { evaluations, saves, pass_cost: passes, answer_cost: answers, answer_seconds }
+        StillToDo {
+            evaluations,
+            saves,
+            pass_cost: passes,
+            answer_cost: answers,
+            answer_seconds,
+            save_seconds: self.spent.last().unwrap_or(0.0),
+            saving_share: saving.save_steps.is_none().then_some(SAVING_SHARE),
+        }
     }
 
     fn ends_early(&self) -> bool {
@@ -369,7 +382,7 @@ impl<B: Nvfp4Kernels> Between<B> for Journal {
         }
         // Nobody has asked for this one, and it would cost too much time, or have to wait for the one before.
         let optional = !needed && saving.save_steps.is_none();
-        if let Some(reason) = optional.then(|| self.reason_to_leave_out(&saver)).flatten() {
+        if let Some(reason) = optional.then(|| self.reason_to_leave_out(&saver, step)).flatten() {
             if !std::mem::replace(&mut self.told, true) {
                 report::line(format!(
                     "note: no checkpoint after step {step}: {reason}. --save-steps N leaves none out"

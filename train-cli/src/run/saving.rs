@@ -60,6 +60,8 @@ pub struct Saver {
     slows_steps: bool,
     /// Seconds that threads have taken from the steps, which nobody has asked for yet.
     taken: f64,
+    /// The size of a checkpoint.
+    bytes: u64,
 }
 
 /// The folder of a checkpoint that a thread has written, and the seconds that this took.
@@ -120,7 +122,12 @@ impl Saver {
             transfer: TRANSFER,
             reads_all: room == Room::AtTheEnd || !matches!(waits, Waits::Nowhere),
         };
-        Ok(Self { place, pending: None, waits, slows_steps, taken: 0.0 })
+        Ok(Self { place, pending: None, waits, slows_steps, taken: 0.0, bytes })
+    }
+
+    /// About how many bytes a checkpoint takes.
+    pub(super) fn bytes(&self) -> u64 {
+        self.bytes
     }
 
     /// Saves a checkpoint, and deletes those that are not to be kept. Returns its folder, or None if it is still being

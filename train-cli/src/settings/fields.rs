@@ -375,8 +375,8 @@ pub struct SavingSettings {
          the current step",
         &format!(
             ". With this default, a checkpoint is left out while the previous one is still being written, and also if training \
-             would otherwise spend more than {:.0} % of its time waiting for checkpoints. The first checkpoint and the one after \
-             the last step are always written",
+             would otherwise spend more than {:.0} % of its time waiting for checkpoints. The one after the last step is always \
+             written",
             100.0 * SAVING_SHARE
         ),
     ))]

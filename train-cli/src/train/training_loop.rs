@@ -144,6 +144,10 @@ pub struct StillToDo {
     pub answer_cost: f64,
     /// Seconds that these answers took before the first step, if that was measured.
     pub answer_seconds: Option<f64>,
+    /// Seconds that training waited for the last checkpoint; 0 if there was none.
+    pub save_seconds: f64,
+    /// The share of the time that checkpoints before the last one may take, if those that would take more are left out.
+    pub saving_share: Option<f64>,
 }
 
 /// The figures of a step.
@@ -255,12 +259,8 @@ pub fn train<AB: TrainingBackend>(
         let exceeded = run.memory_limit.filter(|limit| held > *limit && !trimmed);
         let stops = exceeded.is_some() || interrupted.is_some() || run.between.ends_early();
         device::check()?;
-        clock.lap();
         let wanted = SaveWish::after_step(stops, run.requests.take());
         let saved = run.between.maybe_save(&|| net.valid().into_model(), &run.stepper, step, wanted)?;
-        if run.between.ahead(step - 1).saves > ahead.saves {
-            pace.saves.add(clock.lap());
-        }
         if evaluates {
             // Evaluation, samples and a checkpoint leave freed buffers of other sizes behind.
             run.stepper.pool.give_back::<AB>(&device);
@@ -420,7 +420,6 @@ impl Mean {
 struct Pace {
     steps: Mean,
     evaluations: Mean,
-    saves: Mean,
 }
 
 impl Pace {
@@ -446,8 +445,11 @@ impl Pace {
         let step = self.steps.settled()?;
         let answers = (ahead.answer_cost * step).min(ahead.answer_seconds.unwrap_or(f64::INFINITY));
         let evaluation = self.evaluations.next().unwrap_or(ahead.pass_cost * step + answers);
-        let save = self.saves.next().unwrap_or(0.0);
-        Some(steps as f64 * step + ahead.evaluations as f64 * evaluation + ahead.saves as f64 * save)
+        let others = steps as f64 * step + ahead.evaluations as f64 * evaluation;
+        let last = ahead.saves.min(1) as f64 * ahead.save_seconds;
+        let share = ahead.saving_share.map_or(f64::INFINITY, |share| share * others);
+        let before = (ahead.saves as f64 * ahead.save_seconds - last).min(share);
+        Some(others + last + before)
     }
 }
 
@@ -455,25 +457,47 @@ impl Pace {
 mod tests {
     use super::{Guarded, Pace, Stepped, StillToDo};
 
+    const NOTHING: StillToDo = StillToDo {
+        evaluations: 0,
+        saves: 0,
+        pass_cost: 0.0,
+        answer_cost: 0.0,
+        answer_seconds: None,
+        save_seconds: 0.0,
+        saving_share: None,
+    };
+
     #[test]
     fn the_time_left_counts_evaluations_and_checkpoints_to_come() {
         let mut pace = Pace::default();
         let ahead =
-            StillToDo { evaluations: 3, saves: 2, pass_cost: 1.0, answer_cost: 3.0, answer_seconds: Some(1000.0) };
+            StillToDo { evaluations: 3, pass_cost: 1.0, answer_cost: 3.0, answer_seconds: Some(1000.0), ..NOTHING };
         // The first step says nothing about the others: kernels were compiled in it.
         assert_eq!(pace.left(10, ahead), None);
         pace.steps.add(5.0);
         assert_eq!(pace.left(10, ahead), None);
-        assert_eq!(pace.left(0, StillToDo::default()), Some(0.0), "nothing is left, whatever a step takes");
+        assert_eq!(pace.left(0, NOTHING), Some(0.0), "nothing is left, whatever a step takes");
         pace.steps.add(1.0);
         pace.steps.add(3.0);
         assert_eq!(pace.left(10, ahead), Some(10.0 * 2.0 + 3.0 * 4.0 * 2.0));
         // What was measured replaces what was expected.
         pace.evaluations.add(7.0);
-        pace.saves.add(11.0);
+        let ahead = StillToDo { saves: 2, save_seconds: 11.0, ..ahead };
         assert_eq!(pace.left(10, ahead), Some(20.0 + 3.0 * 7.0 + 2.0 * 11.0));
         assert_eq!(pace.left(0, StillToDo { evaluations: 1, saves: 1, ..ahead }), Some(18.0));
-        assert_eq!(pace.left(0, StillToDo::default()), Some(0.0));
+        assert_eq!(pace.left(0, NOTHING), Some(0.0));
+    }
+
+    /// The last checkpoint is always written, and those before it take no more than their share.
+    #[test]
+    fn the_time_left_counts_no_checkpoints_that_are_left_out() {
+        let mut pace = Pace::default();
+        (0..3).for_each(|_| pace.steps.add(1.0));
+        let ahead = StillToDo { saves: 20, save_seconds: 11.0, saving_share: Some(0.02), ..NOTHING };
+        assert_eq!(pace.left(100, ahead), Some(100.0 + 11.0 + 2.0));
+        // Short ones are all written, and so are those that somebody has asked for.
+        assert_eq!(pace.left(100, StillToDo { save_seconds: 0.0625, ..ahead }), Some(100.0 + 20.0 * 0.0625));
+        assert_eq!(pace.left(1000, StillToDo { saves: 2, saving_share: None, ..ahead }), Some(1000.0 + 2.0 * 11.0));
     }
 
     #[test]
@@ -483,7 +507,7 @@ mod tests {
             pace.add_step(1.0, &Guarded::Made(Stepped { loss: 1.0, grad_norm: 1.0 }));
             pace.add_step(0.0, &Guarded::LeftOut("the loss is NaN".into()));
         }
-        assert_eq!(pace.left(10, StillToDo::default()), Some(10.0));
+        assert_eq!(pace.left(10, NOTHING), Some(10.0));
     }
 
     /// A small model on a CPU: 20 steps of 0.1 s, and an evaluation at the end, whose answers took 0.2 s before the first step.
@@ -491,7 +515,7 @@ mod tests {
     fn answers_before_the_first_step_say_how_long_answers_take() {
         let mut pace = Pace::default();
         let ahead =
-            StillToDo { evaluations: 1, saves: 0, pass_cost: 0.5, answer_cost: 42.0, answer_seconds: Some(0.2) };
+            StillToDo { evaluations: 1, pass_cost: 0.5, answer_cost: 42.0, answer_seconds: Some(0.2), ..NOTHING };
         for _ in 0..10 {
             pace.steps.add(0.1);
         }
