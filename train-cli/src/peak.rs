@@ -26,16 +26,15 @@ const CARDS: [(&[&str], f64); 14] = [
 /// Words with which a name means another card, or a part of one.
 const OTHERS: [&str; 7] = ["Laptop", "Mobile", "Max", "Ti", "SUPER", "D", "MIG"];
 
-/// The name of a CUDA device and its peak in TFLOP/s, if it is in the table.
-pub fn of(device: DeviceChoice) -> Option<(String, f64)> {
+/// The name of a CUDA device.
+pub fn card(device: DeviceChoice) -> Option<String> {
     let DeviceChoice::Cuda(index) = device::resolved(device) else { return None };
     let ask = || CudaContext::new(index).and_then(|context| context.name()).ok();
-    let name = device::quietly(ask).flatten()?;
-    let peak = by_name(&name)?;
-    Some((name, peak))
+    device::quietly(ask).flatten()
 }
 
-fn by_name(name: &str) -> Option<f64> {
+/// The peak in TFLOP/s of the card with this name, if it is in the table.
+pub fn by_name(name: &str) -> Option<f64> {
     let words: Vec<&str> = name.split([' ', '-']).collect();
     if words.iter().any(|word| OTHERS.contains(word)) {
         return None;

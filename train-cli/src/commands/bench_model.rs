@@ -177,7 +177,8 @@ fn prefill<B: Nvfp4Kernels>(model: &Qwen3<B>, args: &BenchArgs, context: usize) 
     let seconds = median(&mut seconds);
     let rate = context as f64 / seconds;
     let flops = flops_of_prompt(model.config(), context as f64);
-    let share = peak::of(args.device).map(|(_, peak)| flops / seconds / (peak * 1e12));
+    let peak = peak::card(args.device).and_then(|card| peak::by_name(&card));
+    let share = peak.map(|peak| flops / seconds / (peak * 1e12));
     let of_peak = share.map_or(String::new(), |share| format!(" · {:.0} % of the card's peak", share * 100.0));
     show(
         args,

@@ -45,8 +45,16 @@ pub fn print(plan: &Plan, inputs: &Inputs, scaling: Scaling, precision: Precisio
             format!("{warmup}, and the run has {steps}: the learning rate does not reach {rate:e}"),
         );
     }
-    if let Some((source, peak)) = peak(plan, precision.name()) {
-        report::label("peak", format!("{peak} TFLOP/s {source} · the share that is reached is `mfu` in metrics.jsonl"));
+    match (peak(plan, precision.name()), peak::card(plan.settings.recipe.device)) {
+        (Some((source, peak)), _) => report::label(
+            "peak",
+            format!("{peak} TFLOP/s {source} · the share that is reached is `mfu` in metrics.jsonl"),
+        ),
+        (None, Some(card)) => report::label(
+            "peak",
+            format!("not known for {card} in {} · with --peak-tflops, metrics.jsonl has `mfu`", precision.name()),
+        ),
+        (None, None) => {}
     }
     report::label("run", plan.output_dir.display().to_string());
 }
@@ -57,7 +65,8 @@ pub(super) fn peak(plan: &Plan, precision: &str) -> Option<(String, f64)> {
         return Some(("by --peak-tflops".to_owned(), peak));
     }
     // The table is one of bf16.
-    let (name, peak) = peak::of(plan.settings.recipe.device).filter(|_| precision == Precision::Bf16.name())?;
+    let name = peak::card(plan.settings.recipe.device).filter(|_| precision == Precision::Bf16.name())?;
+    let peak = peak::by_name(&name)?;
     Some((format!("in bf16, by NVIDIA's figures for {name}"), peak))
 }
 
