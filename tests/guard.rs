@@ -25,6 +25,8 @@ enum Overflow {
     /// The product of gate and up in the first block, which makes every later activation of the token NaN. Where activations
     /// are quantized, so are the scales.
     Activation,
+    /// Gate and up in the first block, whose product is then NaN. Quantized, it has a code like any other number.
+    Gate,
 }
 
 /// A model folder with this weakness, and training rows of which the given ones contain `~`.
@@ -34,7 +36,8 @@ fn weak_model(folder: &Path, overflow: Overflow, rows: usize, bad: &[usize]) {
     let tokenizer = Tokenizer::from_file(&folder.join("tokenizer.json")).unwrap();
     let token = *tokenizer.encode("~").unwrap().last().unwrap() as usize;
     edit_weights(folder, |name, values| match overflow {
-        Overflow::Activation => overflow_in_the_mlp(name, values, token, &config),
+        Overflow::Activation => overflow_in_the_mlp(name, values, token, &config, [1e20, 1e20]),
+        Overflow::Gate => overflow_in_the_mlp(name, values, token, &config, [-3e38, 3e38]),
         // The first feature of every token is 1, so that the final norm makes it 8 in every row.
         _ if name == "model.embed_tokens.weight" => {
             values.chunks_mut(config.hidden_size).for_each(|row| row[0] = 1.0);
@@ -50,9 +53,9 @@ fn weak_model(folder: &Path, overflow: Overflow, rows: usize, bad: &[usize]) {
     fs::write(folder.join("rows.tsv"), (1..=rows).map(row).collect::<String>()).unwrap();
 }
 
-/// Gives the token, and no other, a first feature, which one row of gate and up multiplies by a large number. No other weight
-/// reads or writes the first feature, so that its gradient is zero for every other token and it stays zero.
-fn overflow_in_the_mlp(name: &str, values: &mut [f32], token: usize, config: &Qwen3Config) {
+/// Gives the token, and no other, a first feature, which one row of gate and of up multiplies by these large numbers. No other
+/// weight reads or writes the first feature, so that its gradient is zero for every other token and it stays zero.
+fn overflow_in_the_mlp(name: &str, values: &mut [f32], token: usize, config: &Qwen3Config, [gate, up]: [f32; 2]) {
     let width = config.hidden_size;
     let part = name.rsplit('.').nth(1).unwrap();
     match part {
@@ -65,7 +68,7 @@ fn overflow_in_the_mlp(name: &str, values: &mut [f32], token: usize, config: &Qw
             values.chunks_mut(width).for_each(|row| row[0] = 0.0);
             if name.contains("layers.0.mlp") {
                 values[..width].fill(0.0);
-                values[0] = 1e20;
+                values[0] = if part == "gate_proj" { gate } else { up };
             }
         }
         "o_proj" | "down_proj" => {
@@ -147,6 +150,7 @@ fn a_step_that_is_not_finite_leaves_no_trace() {
         (Overflow::Loss, "bf16", "the loss is inf"),
         (Overflow::Activation, "bf16", "the loss is NaN"),
         (Overflow::Activation, "nvfp4", "the loss is NaN"),
+        (Overflow::Gate, "w4a4", "the loss is NaN"),
     ] {
         weak_model(&d.join("m"), overflow, 12, &[5]);
         // Seeds that put the row near the beginning, before any checkpoint, and behind one.
@@ -305,6 +309,9 @@ fn a_bad_step_leaves_no_trace_wherever_it_is() {
             // is enough for each step.
             if accumulation == 1 + step % 2 {
                 leaves_no_trace(d, &["--recipe", "nvfp4"], accumulation, step, &WAYS[1..]);
+                // Also one whose activations get codes like other numbers.
+                with_bad_step(d, Overflow::Gate, accumulation, step);
+                leaves_no_trace(d, &["--recipe", "nvfp4"], accumulation, step, &WAYS[2..]);
                 with_bad_step(d, Overflow::Loss, accumulation, step);
                 leaves_no_trace(d, &["--recipe", "bf16"], accumulation, step, &WAYS[1..]);
             }

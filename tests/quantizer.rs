@@ -79,6 +79,7 @@ fn the_cpu_quantizes_as_specified() {
     rows_rounded_as_specified::<Cpu>(Default::default());
     across_as_specified::<Cpu>(Default::default());
     together_as_specified::<Cpu>(Default::default());
+    what_is_not_finite_is_seen_in_every_value::<Cpu>(Default::default());
 }
 
 #[test]
@@ -88,6 +89,7 @@ fn the_gpu_quantizes_as_specified() {
         rows_rounded_as_specified::<Cube<R>>(R::Device::default());
         across_as_specified::<Cube<R>>(R::Device::default());
         together_as_specified::<Cube<R>>(R::Device::default());
+        what_is_not_finite_is_seen_in_every_value::<Cube<R>>(R::Device::default());
         across_in_16_bits::<R>();
         values_are_those_of_the_codes::<R>();
     }
@@ -103,6 +105,40 @@ fn specified(x: &[f32], rows: usize, cols: usize, q: QuantizeSpec) -> Packed {
         Rounding::Nearest => spec::quantize(x, rows, cols, two_level, square, nearest),
         Rounding::Stochastic(stream) => spec::quantize(x, rows, cols, two_level, square, stochastic(stream)),
     })
+}
+
+/// Codes have no NaN and no infinity. One among many numbers makes the tensor scale infinite, so that a loss shows it.
+fn what_is_not_finite_is_seen_in_every_value<B: Nvfp4Kernels>(device: B::Device) {
+    let (rows, cols) = (144, 208);
+    let mut random = Random::new(53);
+    for wrong in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
+        for (scaling, block) in [
+            (Scaling::Two, BlockShape::Row),
+            (Scaling::Two, BlockShape::Square),
+            (Scaling::Single, BlockShape::Row),
+            (Scaling::Single, BlockShape::Square),
+        ] {
+            let mut values = random.normals(rows * cols, 1.0);
+            values[random.below(rows * cols)] = wrong;
+            let x = || matrix::<B>(&values, rows, cols, &device);
+            let spec = QuantizeSpec { scaling, block, rounding: NEAREST };
+            let across = |spec, rotated| B::nvfp4_quantize_across(x().into_primitive().tensor(), spec, rotated);
+            let sound = matrix::<B>(&random.normals(16 * cols, 1.0), 16, cols, &device);
+            let both = vec![sound.into_primitive().tensor(), x().into_primitive().tensor()];
+            let mut made = B::nvfp4_quantize_together(both, spec);
+            made.extend([B::nvfp4_quantize(x().into_primitive().tensor(), spec), across(spec, false)]);
+            if (scaling, block) == (Scaling::Two, BlockShape::Row) {
+                made.push(across(spec, true));
+                let (along, _) = B::nvfp4_operands(x().into_primitive().tensor(), spec, spec, true);
+                made.extend([along, B::nvfp4_quantize_master(x().into_primitive().tensor())]);
+            }
+            for (form, made) in made.into_iter().enumerate() {
+                let decoded = host(Nvfp4Tensor::<B>::from_primitive(made).dequantize(DType::F32));
+                let finite = decoded.iter().filter(|value| value.is_finite()).count();
+                assert_eq!(finite, 0, "{wrong}, {spec:?}, form {form}");
+            }
+        }
+    }
 }
 
 fn quantizes_as_specified<B: Nvfp4Kernels>(device: B::Device) {

@@ -97,7 +97,7 @@ impl Nvfp4Kernels for NdArray {
 
     fn nvfp4_quantize_together(xs: Vec<FloatTensor<Self>>, spec: QuantizeSpec) -> Vec<Nvfp4Primitive<Self>> {
         let xs: Vec<_> = xs.into_iter().map(|x| ([x.shape()[0], x.shape()[1]], floats(x))).collect();
-        let amax = xs.iter().flat_map(|(_, values)| values).fold(0.0f32, |amax, v| amax.max(v.abs()));
+        let amax = xs.iter().fold(0.0f32, |amax, (_, values)| amax.max(reference::tensor_amax(values)));
         let quantized = |([rows, cols], values): ([usize; 2], Vec<f32>)| {
             device_packed(reference::quantize_sharing(&values, View::row_major(rows, cols), spec, amax), rows)
         };

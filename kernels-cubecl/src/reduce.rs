@@ -90,14 +90,14 @@ pub(crate) fn lanes<N: Size>(x: Vector<f32, N>) -> f32 {
     sum
 }
 
-/// The largest magnitude among the elements of a vector, or 0 if all are NaN.
+/// The largest magnitude among the elements of a vector; infinity if one is NaN. Magnitudes are in the order of their bits, in
+/// which NaN stands behind infinity.
 #[cube]
 pub(crate) fn largest<F: Float, N: Size>(x: Vector<F, N>) -> f32 {
-    let mut top = 0.0f32;
+    let mut top = 0u32;
     #[unroll]
     for i in 0..N::value() {
-        let value = f32::cast_from(x[i]).abs();
-        top = select(value > top, value, top);
+        top = max(top, u32::reinterpret(f32::cast_from(x[i])) & 0x7FFF_FFFFu32);
     }
-    top
+    f32::reinterpret(min(top, 0x7F80_0000u32))
 }

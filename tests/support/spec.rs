@@ -115,11 +115,12 @@ pub(crate) fn quantize(
     round: impl Fn(usize, f32) -> u8,
 ) -> Quantized {
     assert_eq!((x.len(), cols % 16), (rows * cols, 0));
-    // NaN takes no part in a maximum.
+    // NaN takes no part in the maximum of a block. In the maximum of the tensor it counts as infinity.
     let largest = |values: &mut dyn Iterator<Item = f32>| values.fold(0.0f32, |a, v| a.max(v.abs()));
-    let amax = largest(&mut x.iter().copied());
-    let tensor = if amax == 0.0 { 1.0 } else { (2688.0 / amax).min(f32::MAX) };
-    let global = if two_level { amax / 2688.0 } else { 1.0 };
+    let amax = largest(&mut x.iter().map(|v| if v.is_nan() { f32::INFINITY } else { *v }));
+    let is_finite = amax < f32::INFINITY;
+    let tensor = if amax == 0.0 || !is_finite { 1.0 } else { (2688.0 / amax).min(f32::MAX) };
+    let global = if two_level || !is_finite { amax / 2688.0 } else { 1.0 };
     let (mut codes, mut scales) = (Vec::with_capacity(x.len()), Vec::new());
     for row in 0..rows {
         for block in 0..cols / 16 {

@@ -18,7 +18,7 @@ use kernels_cubecl::{
     block_scaled, column_sums,
     layout::{scales_per_row, words_per_row},
     mma,
-    quantize::{self, QuantizeOutput, QuantizeSpec, Scaling, View},
+    quantize::{self, QuantizeOutput, QuantizeSpec, View},
     rms_norm,
     rope::{self, RopeArgs, RopeShape},
     swiglu,
@@ -157,7 +157,7 @@ pub(super) fn quantized<R: CubeRuntime>(
     spec: QuantizeSpec,
     rotated: bool,
 ) -> PackedCube<R> {
-    coded(x, amax_of(x, view, spec, rotated), view, spec, rotated)
+    coded(x, amax_of(x, view, rotated), view, spec, rotated)
 }
 
 /// The same for one product: the values of the codes, without the tensor scale.
@@ -166,7 +166,7 @@ where
     R: CubeRuntime,
     B: Backend<FloatTensorPrimitive = CubeTensor<R>, IntTensorPrimitive = CubeTensor<R>>,
 {
-    unscaled_of(x, amax_of(x, view, spec, rotated), view, spec, rotated)
+    unscaled_of(x, amax_of(x, view, rotated), view, spec, rotated)
 }
 
 /// Whether products on this device read values, so that codes would have to be decoded for them.
@@ -175,16 +175,14 @@ pub(super) fn products_read_values<R: CubeRuntime>(x: &CubeTensor<R>) -> bool {
 }
 
 /// What the quantizer must know of all values of a matrix.
-fn amax_of<R: CubeRuntime>(x: &CubeTensor<R>, view: View, spec: QuantizeSpec, rotated: bool) -> CubeTensor<R> {
+fn amax_of<R: CubeRuntime>(x: &CubeTensor<R>, view: View, rotated: bool) -> CubeTensor<R> {
     let (client, dtype) = (&x.client, x.dtype.into());
     let amax = empty(x, [quantize::AMAX_LEN], DType::F32);
-    if spec.scaling == Scaling::Two {
-        launched(if rotated {
-            quantize::amax_rotated(client, arg(x), dtype, view, arg(&amax), None)
-        } else {
-            quantize::amax(client, arg(x), dtype, 1.0, arg(&amax))
-        });
-    }
+    launched(if rotated {
+        quantize::amax_rotated(client, arg(x), dtype, view, arg(&amax), None)
+    } else {
+        quantize::amax(client, arg(x), dtype, 1.0, arg(&amax))
+    });
     amax
 }
 
@@ -221,10 +219,8 @@ pub(super) fn quantized_together<R: CubeRuntime>(xs: Vec<CubeTensor<R>>, spec: Q
     let xs: Vec<_> = xs.into_iter().map(into_contiguous).collect();
     let Some(first) = xs.first() else { return vec![] };
     let amax = empty(first, [quantize::AMAX_LEN], DType::F32);
-    if spec.scaling == Scaling::Two {
-        let (client, all) = (&first.client, xs.iter().map(arg).collect());
-        launched(quantize::amax_together(client, all, first.dtype.into(), 1.0, arg(&amax)));
-    }
+    let (client, all) = (&first.client, xs.iter().map(arg).collect());
+    launched(quantize::amax_together(client, all, first.dtype.into(), 1.0, arg(&amax)));
     let quantized = |x: &CubeTensor<R>| {
         let [rows, cols] = dims(x);
         coded(x, amax.clone(), View::row_major(rows, cols), spec, false)

@@ -28,6 +28,7 @@ pub use hadamard::hadamard;
 pub(crate) use moments::{decode_moment, encode_moment};
 pub use quantize::{
     FULL_SCALE, MASTER_ROOM, dequantize, quantize, quantize_master, quantize_sharing, rounded_by, rounded_rows,
+    tensor_amax,
 };
 pub use random::{draw_of, normals, philox};
 pub use requantize::{requantize, rescale, with_room};

@@ -43,7 +43,8 @@ pub fn quantize_sharing(x: &[f32], view: View, spec: QuantizeSpec, shared_amax: 
             amax[r * blocks + b] = (0..BLOCK).fold(0.0, |a: f32, i| a.max(at(r, b * BLOCK + i).abs()));
         }
     }
-    let tensor_amax = amax.iter().fold(shared_amax, |a: f32, &b| a.max(b));
+    let own = if x.iter().any(|x| x.is_nan()) { f32::INFINITY } else { shared_amax };
+    let tensor_amax = amax.iter().fold(own, |a: f32, &b| a.max(b));
     if spec.block == BlockShape::Square {
         assert!(rows.is_multiple_of(BLOCK), "{rows} rows: not a multiple of 16");
         for r in (0..rows).step_by(BLOCK) {
@@ -91,8 +92,7 @@ pub fn quantize_sharing(x: &[f32], view: View, spec: QuantizeSpec, shared_amax: 
 /// scales room to grow by [`MASTER_ROOM`].
 pub fn quantize_master(x: &[f32], rows: usize, cols: usize) -> Packed {
     let part = (rows.div_ceil(threads()) * cols).max(1);
-    let tensor_amax = amax(x);
-    let scaler = Scaler::new(Scaling::Two, tensor_amax * MASTER_ROOM);
+    let scaler = Scaler::new(Scaling::Two, tensor_amax(x) * MASTER_ROOM);
     let quantized = |x: &[f32]| {
         let mut codes = Vec::with_capacity(x.len() / CODES_PER_WORD);
         let mut scales = Vec::with_capacity(x.len() / BLOCK);
@@ -143,8 +143,14 @@ fn rounded(x: &[f32], scaler: &Scaler) -> Vec<f32> {
     x.chunks_exact(BLOCK).flat_map(of_block).collect()
 }
 
+/// The largest magnitude of the values that are not NaN.
 fn amax(x: &[f32]) -> f32 {
     x.iter().fold(0.0, |a, v| a.max(v.abs()))
+}
+
+/// The largest magnitude of a tensor; infinity if a value is NaN, so that a tensor scale tells of it. Codes have no NaN.
+pub fn tensor_amax(x: &[f32]) -> f32 {
+    if x.iter().any(|v| v.is_nan()) { f32::INFINITY } else { amax(x) }
 }
 
 /// The tensor scale of a row that is quantized by itself: the smallest power of two that is at least `amax / 2688`, but
@@ -185,8 +191,10 @@ pub(super) struct Scaler {
 impl Scaler {
     /// For a tensor with this largest magnitude.
     pub(super) fn new(scaling: Scaling, tensor_amax: f32) -> Self {
-        let full = if tensor_amax == 0.0 { 1.0 } else { (FULL_SCALE / tensor_amax).min(f32::MAX) };
+        let is_scale = tensor_amax > 0.0 && tensor_amax.is_finite();
+        let full = if is_scale { (FULL_SCALE / tensor_amax).min(f32::MAX) } else { 1.0 };
         let global = match scaling {
+            Scaling::Single if tensor_amax == f32::INFINITY => f32::INFINITY,
             Scaling::Single => 1.0,
             Scaling::Two => tensor_amax / FULL_SCALE,
         };

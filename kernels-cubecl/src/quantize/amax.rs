@@ -1,13 +1,16 @@
 //! The largest magnitude of a matrix, as it is or with every 16 columns Hadamard-transformed, and the factors that
 //! quantizing needs.
 //! ```text
-//! amax = 0; for i { amax = max(amax, |x[i]|) }                                     // the plain loop
+//! amax = 0; for i { amax = max(amax, |x[i]|), infinity if x[i] is NaN }            // the plain loop
 //! ```
+//! So a NaN among many numbers makes the tensor scale infinite, and all values of the matrix infinite or NaN: codes have no NaN,
+//! and nobody would notice it otherwise.
+//!
 //! Reads the matrix once: bound by memory.
 
 use super::{
     BlockShape, View,
-    tile::{DeviceView, QuantizeGrid, gap, load_rows, own, rotate_row},
+    tile::{DeviceView, QuantizeGrid, RowBlock, gap, load_rows, own, rotate_row},
 };
 use crate::{
     device::vector_size,
@@ -19,9 +22,9 @@ use cubecl::prelude::*;
 /// Number of values that [`amax()`] writes.
 pub const AMAX_LEN: usize = 3;
 
-/// `out = [amax, full / 6, 1 / full]` with `amax = room * max |x|` and `full` as in [`crate::quantize`]; NaN is
-/// ignored. `room` is 1, or the factor by which values may grow before block scales saturate. Two launches: up to
-/// 1,024 cubes write one maximum each, then one cube reduces these.
+/// `out = [amax, full / 6, 1 / full]` with `amax = room * max |x|` and `full` as in [`crate::quantize`]. `room` is 1, or the
+/// factor by which values may grow before block scales saturate. Two launches: up to 1,024 cubes write one maximum each, then one
+/// cube reduces these.
 ///
 /// # Errors
 /// If `out` does not hold three elements.
@@ -154,11 +157,11 @@ fn amax_rotated_kernel<F: Float, N: Size>(
     for line in 0..lines {
         let inside = row + comptime!(line as u32 * gap(along)) < place.rows && col < place.cols;
         if comptime!(both) && inside {
-            plain = max(plain, rows.index(line).amax);
+            plain = max(plain, noticed(rows.index(line)));
         }
         rotate_row(rows.index_mut(line));
         if inside {
-            amax = max(amax, rows.index(line).amax);
+            amax = max(amax, noticed(rows.index(line)));
         }
     }
     let cube = (CUBE_POS_Y * CUBE_COUNT_X + CUBE_POS_X) as usize;
@@ -174,6 +177,14 @@ fn amax_rotated_kernel<F: Float, N: Size>(
             out[cube] = amax;
         }
     }
+}
+
+/// The largest magnitude of a row; infinity if one of its values is NaN, and so its sum. Compilers may assume that no float is
+/// NaN, so the bits are compared.
+#[cube]
+fn noticed(row: &RowBlock) -> f32 {
+    let is_nan = u32::reinterpret(row.sum) & 0x7FFF_FFFFu32 > 0x7F80_0000u32;
+    f32::reinterpret(select(is_nan, 0x7F80_0000u32, u32::reinterpret(row.amax)))
 }
 
 /// The first of two cubes reduces the first half of the maxima, the second the second.
@@ -200,7 +211,8 @@ fn amax_of_both_kernel(maxima: &Array<f32>, rotated: &mut Array<f32>, plain: &mu
 #[cube]
 fn write_factors(out: &mut Array<f32>, amax: f32) {
     out[0usize] = amax;
-    let full = select(amax == 0.0f32, 1.0f32, min(2688.0f32 / amax, 3.402_823_5e38f32));
+    let is_scale = amax > 0.0f32 && amax <= 3.402_823_5e38f32;
+    let full = select(is_scale, min(2688.0f32 / amax, 3.402_823_5e38f32), 1.0f32);
     out[1] = full * (1.0f32 / 6.0f32);
     out[2] = 1.0f32 / full;
 }

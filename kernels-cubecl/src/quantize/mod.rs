@@ -3,18 +3,18 @@
 //! Two-level scaling follows TransformerEngine, all in f32. `amax` is the largest magnitude of the tensor,
 //! `block_amax` that of a block, and `full` scales the tensor to the full range of code times scale (6 * 448 = 2688):
 //! ```text
-//! full = min(2688 / amax, FLT_MAX), 1 if amax = 0        g = amax / 2688
+//! full = min(2688 / amax, FLT_MAX), 1 if amax is 0 or infinite        g = amax / 2688
 //! scale = e4m3(min(block_amax * (full * (1/6)), 448))
 //! code = e2m1(x * min(1 / (scale * (1/full)), FLT_MAX))
 //! for row { for block of 16 columns { amax of the block; scale; for c in block { code } } }      // the plain loop
 //! ```
 //! Single-level scaling follows torchao: `scale = e4m3(clamp(block_amax / 6, 2^-6, 448))`, `code = e2m1(x *
-//! (1/scale))`, `g = 1`.
+//! (1/scale))`, `g = 1`, or infinity if amax is.
 //!
 //! A block has 1x16 values (one row, 16 columns) or 16x16. A unit keeps 16 columns of one row, or of two, in
 //! registers (`tile.rs`), where they can be Hadamard-transformed first ([`crate::hadamard`]). The largest magnitude
 //! of a 16x16 block goes through shared memory. The input is read twice (for the tensor's largest magnitude, then for
-//! the codes; single-level reads it once), and a value takes 4.5 bits of the output. For a product that is made at once,
+//! the codes), and a value takes 4.5 bits of the output. For a product that is made at once,
 //! `code * scale` is written in place of the code, so that nothing has to decode it ([`QuantizeOutput::Values`]). The
 //! kernel is bound by memory, next by integer operations.
 //!
@@ -64,7 +64,7 @@ pub enum QuantizeOutput<R: Runtime> {
 
 /// Quantizes `x` (float of type `dtype`, laid out as `view`) into `out`. If `rotated`, every 16 columns are Hadamard-transformed
 /// first. `amax` (f32, 3) comes from [`amax()`], from [`amax_together`] if matrices share a tensor scale, or from
-/// [`amax_rotated`] if `rotated`; single-level scaling ignores it.
+/// [`amax_rotated`] if `rotated`; single-level scaling only reads whether it is infinite.
 ///
 /// # Errors
 /// If the columns (and for 16x16 blocks the rows) are not a multiple of 16, or a buffer does not fit the shape.
@@ -176,9 +176,9 @@ fn quantize_kernel<F: Float, N: Size, Width: Size>(
         square_amax = amax_of_square(&rows, along, lines);
     }
     if UNIT_POS_X == 0u32 && CUBE_POS_X == 0u32 && CUBE_POS_Y == 0u32 {
-        let mut g = 1.0f32;
-        if comptime!(two_level) {
-            g = amax[0] / 2688.0f32;
+        let mut g = amax[0] / 2688.0f32;
+        if comptime!(!two_level) {
+            g = select(amax[0] <= 3.402_823_5e38f32, 1.0f32, amax[0]);
         }
         global[0] = g;
     }
