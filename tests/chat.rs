@@ -3,13 +3,13 @@
 
 use crate::support::{
     Cpu, Cube, Feature,
-    files::{F32, at_terminal, command, demo_file, no_terminal, ok, refused, run, send, tiny_model_with_spread},
+    files::{at_terminal, command, demo_file, no_terminal, ok, refused, run, send, tiny_model_with_spread},
     golden,
     http::Server,
     lacks, on_gpu,
     scripted::{numbers_tokenizer, scripted_model},
 };
-use backend_nvfp4::{CacheFormat, LinearSpec, Nvfp4Kernels, Precision, Recipe, Scaling};
+use backend_nvfp4::{CacheFormat, LinearSpec, Nvfp4Kernels, Nvfp4Linear, Precision, Recipe, Scaling};
 use burn::tensor::DType;
 use burn_cubecl::CubeRuntime;
 use kernels_cubecl::mma;
@@ -584,10 +584,12 @@ fn a_run_folder_answers_as_it_was_trained() {
 }
 
 /// Ten turns, read by a session that keeps its cache, token by token, and all anew for each turn: three times, with the same
-/// tokens each time. With a cache of 8-bit numbers, too.
+/// tokens each time. With a cache of 8-bit numbers, with weights in NVFP4, and with activations in NVFP4, too.
 #[test]
 fn every_way_to_read_a_conversation_gives_the_same_tokens() {
-    same_in_every_way::<Cpu>(F32);
+    for (recipe, packed) in [(Recipe::Bf16, false), (Recipe::W4, true), (Recipe::W4a4, true)] {
+        same_in_every_way::<Cpu>(LinearSpec::new(recipe, Scaling::Two, Precision::F32).each_row(), packed);
+    }
 }
 
 /// Where products and attention have kernels of their own, so that the bits of a token depend on its own sequence alone.
@@ -597,16 +599,21 @@ fn every_way_to_read_a_conversation_gives_the_same_tokens_on_the_gpu() {
         if !mma::supported(&R::client(&Default::default()), DType::BF16.into()) {
             return lacks(Feature::TensorCores);
         }
-        for (recipe, precision) in
-            [(Recipe::W4, Precision::F32), (Recipe::W4, Precision::Bf16), (Recipe::W4a4, Precision::Bf16)]
-        {
-            same_in_every_way::<Cube<R>>(LinearSpec::new(recipe, Scaling::Two, precision).each_row());
+        for (recipe, precision, packed) in [
+            (Recipe::Bf16, Precision::F32, false),
+            (Recipe::Bf16, Precision::Bf16, false),
+            (Recipe::W4, Precision::F32, true),
+            (Recipe::W4, Precision::Bf16, true),
+        ] {
+            same_in_every_way::<Cube<R>>(LinearSpec::new(recipe, Scaling::Two, precision).each_row(), packed);
         }
     }
     on_gpu!(on_cube);
 }
 
-fn same_in_every_way<B: Nvfp4Kernels>(spec: LinearSpec) {
+/// Reads conversations with the weights of the fixtures, or with their codes if `packed`.
+fn same_in_every_way<B: Nvfp4Kernels>(spec: LinearSpec, packed: bool) {
+    let dir = tempfile::tempdir().unwrap();
     for (fixture, format) in [
         ("tiny-tied", CacheFormat::Native),
         ("tiny-untied", CacheFormat::Native),
@@ -615,8 +622,15 @@ fn same_in_every_way<B: Nvfp4Kernels>(spec: LinearSpec) {
     ] {
         let folder = golden(&format!("hf-qwen3/{fixture}")).canonicalize().unwrap();
         let config = Qwen3Config::from_file(&folder.join("config.json")).unwrap();
-        let weights = Container::open(&folder).unwrap();
+        let codes = dir.path().join(fixture).join("model.dat");
+        if packed && !codes.exists() {
+            std::fs::create_dir(dir.path().join(fixture)).unwrap();
+            let (from, to) = (folder.to_str().unwrap(), codes.to_str().unwrap());
+            ok(dir.path(), &["convert", from, to, "--to", "dat", "--dtype", "nvfp4"]);
+        }
+        let weights = Container::open(if packed { &codes } else { &folder }).unwrap();
         let model: Qwen3<B> = weights::load(&weights, &config, spec, Purpose::Infer, &Default::default()).unwrap();
+        assert_eq!(matches!(model.layers[0].mlp.up_proj, Nvfp4Linear::Packed(_)), packed);
         let model = model.with_cache_format(format);
         let label = format!("{fixture}, {format:?}, {} in {:?}", spec.recipe.name(), spec.precision);
         let capacity = 256.min(config.max_position_embeddings);
