@@ -16,7 +16,8 @@ const STATES: [StateKind; 4] = [StateKind::F32, StateKind::Bf16, StateKind::Int8
 const MASTERS: [MasterKind; 5] =
     [MasterKind::F32, MasterKind::Bf16Residual, MasterKind::Bf16, MasterKind::Bf16Nearest, MasterKind::Nvfp4];
 
-fn step(t: i32, lr: f32, seed: u64) -> AdamwStep {
+/// Step `t`, counted from 1, with clipping.
+pub(crate) fn step(t: i32, lr: f32, seed: u64) -> AdamwStep {
     AdamwStep {
         lr,
         beta1: 0.9,

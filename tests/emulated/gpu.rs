@@ -238,12 +238,14 @@ impl Exact {
             value += term;
             size += term.abs();
         }
-        Self { value: value * factor, allowed: size * factor.abs() * SUM_ROUNDING }
+        Self::of(value, size, factor)
+    }
+
+    /// A sum whose terms have sizes that sum to `size`, times `factor`.
+    fn of(value: f64, size: f64, factor: f64) -> Self {
+        Self { value: value * factor, allowed: size * factor.abs() * 2e-6 }
     }
 }
-
-/// By how much a sum in f32 may differ from the exact one, relative to the sum of the sizes of its terms.
-const SUM_ROUNDING: f64 = 2e-6;
 
 /// A product of matrices in f64.
 pub(super) struct ExactProduct {
@@ -259,10 +261,9 @@ impl ExactProduct {
         Self { values: left.dot(&right), sizes: left.mapv(f64::abs).dot(&right.mapv(f64::abs)), factor }
     }
 
-    /// As [`Exact::sum`].
+    /// The value in that row and column.
     pub(super) fn at(&self, row: usize, col: usize) -> Exact {
-        let (value, size) = (self.values[[row, col]] * self.factor, self.sizes[[row, col]] * self.factor.abs());
-        Exact { value, allowed: size * SUM_ROUNDING }
+        Exact::of(self.values[[row, col]], self.sizes[[row, col]], self.factor)
     }
 }
 

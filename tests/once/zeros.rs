@@ -34,7 +34,7 @@ impl Zeros<'_> {
 
     /// These bytes, as elements of `size` bytes.
     pub(super) fn filled(&self, bytes: &[u8], size: usize) -> Buffer {
-        // Kernels are told the type of their elements; of a buffer they get the length.
+        // A launch takes the type of the elements as an argument of its own. The type of the buffer only counts them.
         let dtype = match size {
             1 => DType::U8,
             2 => DType::U16,

@@ -43,8 +43,7 @@ pub fn quantize_sharing(x: &[f32], view: View, spec: QuantizeSpec, shared_amax: 
             amax[r * blocks + b] = (0..BLOCK).fold(0.0, |a: f32, i| a.max(at(r, b * BLOCK + i).abs()));
         }
     }
-    let own = if x.iter().any(|x| x.is_nan()) { f32::INFINITY } else { shared_amax };
-    let tensor_amax = amax.iter().fold(own, |a: f32, &b| a.max(b));
+    let tensor_amax = shared_amax.max(tensor_amax(x));
     if spec.block == BlockShape::Square {
         assert!(rows.is_multiple_of(BLOCK), "{rows} rows: not a multiple of 16");
         for r in (0..rows).step_by(BLOCK) {
@@ -148,7 +147,7 @@ fn amax(x: &[f32]) -> f32 {
     x.iter().fold(0.0, |a, v| a.max(v.abs()))
 }
 
-/// The largest magnitude of a tensor; infinity if a value is NaN, so that a tensor scale tells of it. Codes have no NaN.
+/// The largest magnitude of a tensor; infinity if a value is NaN. Codes cannot say that a value is NaN, so the tensor scale does.
 pub fn tensor_amax(x: &[f32]) -> f32 {
     if x.iter().any(|v| v.is_nan()) { f32::INFINITY } else { amax(x) }
 }
@@ -191,8 +190,8 @@ pub(super) struct Scaler {
 impl Scaler {
     /// For a tensor with this largest magnitude.
     pub(super) fn new(scaling: Scaling, tensor_amax: f32) -> Self {
-        let is_scale = tensor_amax > 0.0 && tensor_amax.is_finite();
-        let full = if is_scale { (FULL_SCALE / tensor_amax).min(f32::MAX) } else { 1.0 };
+        let is_usual = tensor_amax > 0.0 && tensor_amax.is_finite();
+        let full = if is_usual { (FULL_SCALE / tensor_amax).min(f32::MAX) } else { 1.0 };
         let global = match scaling {
             Scaling::Single if tensor_amax == f32::INFINITY => f32::INFINITY,
             Scaling::Single => 1.0,

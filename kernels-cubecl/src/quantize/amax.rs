@@ -3,8 +3,8 @@
 //! ```text
 //! amax = 0; for i { amax = max(amax, |x[i]|), infinity if x[i] is NaN }            // the plain loop
 //! ```
-//! So a NaN among many numbers makes the tensor scale infinite, and all values of the matrix infinite or NaN: codes have no NaN,
-//! and nobody would notice it otherwise.
+//! Codes cannot say that a value is NaN. A NaN makes the tensor scale infinite instead, and with it every value of the matrix
+//! infinite or NaN, which a training step notices.
 //!
 //! Reads the matrix once: bound by memory.
 
@@ -157,11 +157,11 @@ fn amax_rotated_kernel<F: Float, N: Size>(
     for line in 0..lines {
         let inside = row + comptime!(line as u32 * gap(along)) < place.rows && col < place.cols;
         if comptime!(both) && inside {
-            plain = max(plain, noticed(rows.index(line)));
+            plain = max(plain, largest_of_row(rows.index(line)));
         }
         rotate_row(rows.index_mut(line));
         if inside {
-            amax = max(amax, noticed(rows.index(line)));
+            amax = max(amax, largest_of_row(rows.index(line)));
         }
     }
     let cube = (CUBE_POS_Y * CUBE_COUNT_X + CUBE_POS_X) as usize;
@@ -179,10 +179,10 @@ fn amax_rotated_kernel<F: Float, N: Size>(
     }
 }
 
-/// The largest magnitude of a row; infinity if one of its values is NaN, and so its sum. Compilers may assume that no float is
-/// NaN, so the bits are compared.
+/// The largest magnitude of a row; infinity if one of its values is NaN, and with it its sum. Bits are compared because Mesa's
+/// driver did not see every NaN in a comparison of the sum with itself.
 #[cube]
-fn noticed(row: &RowBlock) -> f32 {
+fn largest_of_row(row: &RowBlock) -> f32 {
     let is_nan = u32::reinterpret(row.sum) & 0x7FFF_FFFFu32 > 0x7F80_0000u32;
     f32::reinterpret(select(is_nan, 0x7F80_0000u32, u32::reinterpret(row.amax)))
 }
@@ -211,8 +211,8 @@ fn amax_of_both_kernel(maxima: &Array<f32>, rotated: &mut Array<f32>, plain: &mu
 #[cube]
 fn write_factors(out: &mut Array<f32>, amax: f32) {
     out[0usize] = amax;
-    let is_scale = amax > 0.0f32 && amax <= 3.402_823_5e38f32;
-    let full = select(is_scale, min(2688.0f32 / amax, 3.402_823_5e38f32), 1.0f32);
+    let is_usual = amax > 0.0f32 && amax <= 3.402_823_5e38f32;
+    let full = select(is_usual, min(2688.0f32 / amax, 3.402_823_5e38f32), 1.0f32);
     out[1] = full * (1.0f32 / 6.0f32);
     out[2] = 1.0f32 / full;
 }

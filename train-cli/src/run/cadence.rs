@@ -1,8 +1,8 @@
 //! How often a run evaluates and saves if no flag says so. Evaluations and sample answers take at most about
 //! [`EVALUATION_SHARE`] of its time, and there are at most twenty. Their time is estimated from counts of tokens, so that a run
 //! evaluates after the same steps wherever it runs. A run leaves out checkpoints that would take more than [`SAVING_SHARE`] of its
-//! time. How much time one takes from training is known only after one was saved ([`Spent`] measures it), so that for the first it
-//! is what the fastest disk would need.
+//! time. [`Spent`] measures how much time they take from training. Before one was measured, the run expects what the fastest disk
+//! would need.
 
 use super::inputs::Inputs;
 use crate::{
@@ -81,10 +81,10 @@ impl Spent {
         self.last
     }
 
-    /// Whether an attempt has time for one more, of `bytes`. After the first, one more takes as long as the last one, and the
-    /// attempt has trained for `elapsed` seconds. Before, it takes what the fastest disk needs, and the attempt will take
-    /// `expected` seconds: checkpoints that come too often are left out once one was measured. Nobody notices a short time for all
-    /// of them together.
+    /// Whether there is time for one more. If one was measured, one more is expected to take as long as the last one, and all
+    /// together may take their share of the `elapsed` seconds. If none was, it is expected to take as long as the fastest disk needs
+    /// for its `bytes`, and may take its share of the `expected` seconds of the whole attempt: so the first comes early, unless the
+    /// attempt is short. Nobody notices a short time for all of them together.
     pub(super) fn has_time(self, bytes: u64, elapsed: f64, expected: f64) -> bool {
         let (total, of) = match self.last {
             Some(last) => (self.total + last, elapsed),

@@ -45,16 +45,11 @@ pub fn print(plan: &Plan, inputs: &Inputs, scaling: Scaling, precision: Precisio
             format!("{warmup}, and the run has {steps}: the learning rate does not reach {rate:e}"),
         );
     }
-    match (peak(plan, precision.name()), peak::card(plan.settings.recipe.device)) {
-        (Some((source, peak)), _) => report::label(
-            "peak",
-            format!("{peak} TFLOP/s {source} · the share that is reached is `mfu` in metrics.jsonl"),
-        ),
-        (None, Some(card)) => report::label(
-            "peak",
-            format!("not known for {card} in {} · with --peak-tflops, metrics.jsonl has `mfu`", precision.name()),
-        ),
-        (None, None) => {}
+    if let Some((source, peak)) = peak(plan, precision.name()) {
+        report::label("peak", format!("{peak} TFLOP/s {source} · the share that is reached is `mfu` in metrics.jsonl"));
+    } else if let Some(card) = peak::card(plan.settings.recipe.device) {
+        let precision = precision.name();
+        report::label("peak", format!("it is not known for {card} in {precision}; --peak-tflops N sets it, for `mfu`"));
     }
     report::label("run", plan.output_dir.display().to_string());
 }

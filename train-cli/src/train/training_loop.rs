@@ -457,26 +457,21 @@ impl Pace {
 mod tests {
     use super::{Guarded, Pace, Stepped, StillToDo};
 
-    const NOTHING: StillToDo = StillToDo {
-        evaluations: 0,
-        saves: 0,
-        pass_cost: 0.0,
-        answer_cost: 0.0,
-        answer_seconds: None,
-        save_seconds: 0.0,
-        saving_share: None,
-    };
-
     #[test]
     fn the_time_left_counts_evaluations_and_checkpoints_to_come() {
         let mut pace = Pace::default();
-        let ahead =
-            StillToDo { evaluations: 3, pass_cost: 1.0, answer_cost: 3.0, answer_seconds: Some(1000.0), ..NOTHING };
+        let ahead = StillToDo {
+            evaluations: 3,
+            pass_cost: 1.0,
+            answer_cost: 3.0,
+            answer_seconds: Some(1000.0),
+            ..StillToDo::default()
+        };
         // The first step says nothing about the others: kernels were compiled in it.
         assert_eq!(pace.left(10, ahead), None);
         pace.steps.add(5.0);
         assert_eq!(pace.left(10, ahead), None);
-        assert_eq!(pace.left(0, NOTHING), Some(0.0), "nothing is left, whatever a step takes");
+        assert_eq!(pace.left(0, StillToDo::default()), Some(0.0), "nothing is left, whatever a step takes");
         pace.steps.add(1.0);
         pace.steps.add(3.0);
         assert_eq!(pace.left(10, ahead), Some(10.0 * 2.0 + 3.0 * 4.0 * 2.0));
@@ -485,7 +480,7 @@ mod tests {
         let ahead = StillToDo { saves: 2, save_seconds: 11.0, ..ahead };
         assert_eq!(pace.left(10, ahead), Some(20.0 + 3.0 * 7.0 + 2.0 * 11.0));
         assert_eq!(pace.left(0, StillToDo { evaluations: 1, saves: 1, ..ahead }), Some(18.0));
-        assert_eq!(pace.left(0, NOTHING), Some(0.0));
+        assert_eq!(pace.left(0, StillToDo::default()), Some(0.0));
     }
 
     /// The last checkpoint is always written, and those before it take no more than their share.
@@ -493,7 +488,7 @@ mod tests {
     fn the_time_left_counts_no_checkpoints_that_are_left_out() {
         let mut pace = Pace::default();
         (0..3).for_each(|_| pace.steps.add(1.0));
-        let ahead = StillToDo { saves: 20, save_seconds: 11.0, saving_share: Some(0.02), ..NOTHING };
+        let ahead = StillToDo { saves: 20, save_seconds: 11.0, saving_share: Some(0.02), ..StillToDo::default() };
         assert_eq!(pace.left(100, ahead), Some(100.0 + 11.0 + 2.0));
         // Short ones are all written, and so are those that somebody has asked for.
         assert_eq!(pace.left(100, StillToDo { save_seconds: 0.0625, ..ahead }), Some(100.0 + 20.0 * 0.0625));
@@ -507,15 +502,20 @@ mod tests {
             pace.add_step(1.0, &Guarded::Made(Stepped { loss: 1.0, grad_norm: 1.0 }));
             pace.add_step(0.0, &Guarded::LeftOut("the loss is NaN".into()));
         }
-        assert_eq!(pace.left(10, NOTHING), Some(10.0));
+        assert_eq!(pace.left(10, StillToDo::default()), Some(10.0));
     }
 
     /// A small model on a CPU: 20 steps of 0.1 s, and an evaluation at the end, whose answers took 0.2 s before the first step.
     #[test]
     fn answers_before_the_first_step_say_how_long_answers_take() {
         let mut pace = Pace::default();
-        let ahead =
-            StillToDo { evaluations: 1, pass_cost: 0.5, answer_cost: 42.0, answer_seconds: Some(0.2), ..NOTHING };
+        let ahead = StillToDo {
+            evaluations: 1,
+            pass_cost: 0.5,
+            answer_cost: 42.0,
+            answer_seconds: Some(0.2),
+            ..StillToDo::default()
+        };
         for _ in 0..10 {
             pace.steps.add(0.1);
         }

@@ -1,5 +1,5 @@
 //! `doctor`: checks whether this machine has what the program needs, and names the command that installs what is missing. A short
-//! test on each device (`self_test.rs`) compares its kernels with the reference.
+//! test on each device (`self_test.rs`) compares what its kernels compute with the reference, and new tokens with a prompt.
 
 mod answers;
 mod attention;

@@ -34,22 +34,33 @@ const REPORT: &str = "do not train on this device; report this, with the output 
 /// The result of one test.
 struct Tested {
     what: &'static str,
+    /// What the results are compared with.
+    with: &'static str,
     wrong: Option<String>,
     seconds: f64,
 }
 
 impl Tested {
-    /// Runs a test, which says what is wrong.
+    /// Runs a test against the reference. It says what is wrong.
     fn of(what: &'static str, test: impl FnOnce() -> Result<Option<String>, CliError>) -> Result<Self, CliError> {
+        Self::against("the reference", what, test)
+    }
+
+    /// Runs a test. It says what is wrong.
+    fn against(
+        with: &'static str,
+        what: &'static str,
+        test: impl FnOnce() -> Result<Option<String>, CliError>,
+    ) -> Result<Self, CliError> {
         let begun = Instant::now();
         let wrong = test()?;
-        Ok(Self { what, wrong, seconds: begun.elapsed().as_secs_f64() })
+        Ok(Self { what, with, wrong, seconds: begun.elapsed().as_secs_f64() })
     }
 
     fn check(self, device: DeviceChoice) -> Checked {
         let (name, time) = (format!("{device} {}", self.what), format!("{:.2} s", self.seconds));
         match self.wrong {
-            None => Checked::good(name, format!("agrees with the reference · {time}")),
+            None => Checked::good(name, format!("agrees with {} · {time}", self.with)),
             Some(wrong) => Checked::missing(name, format!("{wrong} · {time}"), REPORT),
         }
     }
@@ -85,7 +96,7 @@ impl Job for Test {
             Tested::of("both in NVFP4", || product(32, Rows::Packed, DType::F32))?,
             Tested::of("attention", || attention::of_documents::<B>(&device, precision))?,
             Tested::of("attention over a cache", || attention::of_the_newest_token::<B>(&device, precision))?,
-            Tested::of("token by token", || answers::token_by_token::<B>(&device, precision))?,
+            Tested::against("a prompt", "token by token", || answers::token_by_token::<B>(&device, precision))?,
         ])
     }
 }
