@@ -18,12 +18,13 @@ type Subject = (&'static str, fn(&Gpu) -> Result<(), String>);
 const GEMM: Subject = ("gemm", |gpu| gemm::run(gpu, &gemm::one(Product::Nt, 64, 1, (BF16, BF16), Form::One)));
 /// Two rows of tiles, and more steps than the ring has stages. The second has results in f32.
 const HOPPER: Subject = ("hopper", |gpu| hopper::run(gpu, &gemm::one(Product::Nt, 256, 1, (BF16, BF16), Form::One)));
-const HOPPER_F32: Subject = ("hopper", |gpu| hopper::run(gpu, &gemm::one(Product::Tn, 256, 0, (BF16, F32), Form::One)));
-/// Two columns of tiles, whose squares are summed.
-const HOPPER_SQUARES: Subject = ("hopper", |gpu| {
-    let case = gemm::one(Product::Tn, 128, 1, (BF16, F32), Form::One);
-    hopper::run(gpu, &gemm::Case { measured: true, ..case })
+const HOPPER_F32: Subject = ("hopper", |gpu| {
+    let case = gemm::one(Product::Tn, 256, 0, (BF16, F32), Form::One);
+    hopper::run(gpu, &gemm::Case { measured: false, ..case })
 });
+/// Two columns of tiles, whose squares are summed.
+const HOPPER_SQUARES: Subject =
+    ("hopper", |gpu| hopper::run(gpu, &gemm::one(Product::Tn, 128, 1, (BF16, F32), Form::One)));
 const GEMV: Subject = ("gemv", gemv_with_shares);
 const GEMV_WINDOWS: Subject = ("gemv", gemv_in_windows);
 const FORWARD: Subject = ("forward", attention::forward_of_one_head);

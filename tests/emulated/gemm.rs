@@ -6,10 +6,10 @@ use cubecl::{client::ComputeClient, ir::StorageType};
 use kernels_cubecl::{
     KernelError,
     any_cuda::AnyCudaRuntime,
-    cuda_text::hopper,
     gemm::{self, Gemm, GemmShape},
     operands::Product::{self, Nn, Nt, Tn},
 };
+use std::ops::Range;
 
 /// Everything about a launch that its text depends on.
 #[derive(Debug, Clone)]
@@ -21,7 +21,7 @@ pub(super) struct Case {
     pub(super) scales: usize,
     pub(super) types: (StorageType, StorageType),
     pub(super) form: Form,
-    /// Whether the kernel sums the squares of its results, as that of Hopper does for gradients of weights.
+    /// Whether the kernel sums the squares of its results, as for gradients of weights.
     pub(super) measured: bool,
 }
 
@@ -33,6 +33,17 @@ pub(super) enum Form {
     SharedRight,
     Summed,
 }
+
+/// What a kernel's sums of squares are those of.
+pub(super) struct Squares {
+    /// How many sums a result of a shape has, in tiles of as many columns.
+    pub(super) count: fn(&GemmShape, usize) -> usize,
+    /// What the sum of a number covers.
+    pub(super) covered: fn(&GemmShape, usize, usize) -> Covered,
+}
+
+/// Rows and columns of a result.
+pub(super) type Covered = (Range<usize>, Vec<usize>);
 
 /// The forms that the backend launches, in tiles of `cols` columns, for bf16 values or for every type.
 pub(super) fn cases(cols: usize, every_type: bool) -> Vec<Case> {
@@ -66,7 +77,8 @@ pub(super) fn cases(cols: usize, every_type: bool) -> Vec<Case> {
 /// One product with ragged tiles, and more steps than the ring has stages twice over.
 pub(super) fn one(product: Product, cols: usize, scales: usize, types: (StorageType, StorageType), form: Form) -> Case {
     let (i, j, r) = if product == Tn { (136, cols + 8, 407) } else { (131, cols + 8, 408) };
-    Case { product, shapes: vec![GemmShape { i, j, r }], cols, scales, types, form, measured: false }
+    let measured = product == Tn && form == Form::One && types.1 == F32;
+    Case { product, shapes: vec![GemmShape { i, j, r }], cols, scales, types, form, measured }
 }
 
 /// Several products of values of type `ty` in one launch, each with a length of its own.
@@ -83,14 +95,27 @@ pub(super) fn joint(product: Product, cols: usize, scales: usize, ty: StorageTyp
 
 /// Launches the case on `mma.sync`, and compares its results.
 pub(super) fn run(gpu: &Gpu, case: &Case) -> Result<(), String> {
-    let case = Case { measured: false, ..case.clone() };
-    launch_and_compare(gpu, &case, |client, products| gemm::gemm_in(client, products, case.cols))
+    let squares = Squares { count: gemm::mma_squares, covered: of_a_plane };
+    launch_and_compare(gpu, case, squares, |client, products| gemm::gemm_in(client, products, case.cols))
+}
+
+/// Four sums a tile, which has 128 rows: each is that of 64 rows, and of half of the first 128 columns and half of the others.
+fn of_a_plane(shape: &GemmShape, cols: usize, at: usize) -> Covered {
+    let (tile, plane) = (at / 4, at % 4);
+    let (row, col) = (tile / shape.j.div_ceil(cols) * 128 + plane / 2 * 64, tile % shape.j.div_ceil(cols) * cols);
+    let halves = [(0, cols.min(128)), (cols.min(128), cols)];
+    let half = |(from, to): (usize, usize)| {
+        let half = (to - from) / 2;
+        col + from + plane % 2 * half..col + from + (plane % 2 + 1) * half
+    };
+    (row..row + 64, halves.into_iter().flat_map(half).collect())
 }
 
 /// Launches the case by `launch`, and compares its results.
 pub(super) fn launch_and_compare(
     gpu: &Gpu,
     case: &Case,
+    of: Squares,
     launch: impl Fn(&ComputeClient<AnyCudaRuntime>, Gemm<AnyCudaRuntime>) -> Result<(), KernelError>,
 ) -> Result<(), String> {
     let mut random = Random::new(5);
@@ -114,9 +139,8 @@ pub(super) fn launch_and_compare(
             _ => gpu.room(s.i * s.j, types.1),
         })
         .collect();
-    // Two a tile, which has 128 rows: each is that of 64 rows.
-    let places = |shape: &GemmShape| gpu.room(if measured { hopper::hopper_squares(shape, cols) } else { 0 }, F32);
-    let squares: Vec<Data> = shapes[..results].iter().map(places).filter(|_| measured).collect();
+    let places = |shape: &GemmShape| gpu.room((of.count)(shape, cols), F32);
+    let squares: Vec<Data> = shapes[..if measured { results } else { 0 }].iter().map(places).collect();
     let args = |list: &[Data]| list.iter().map(Data::arg).collect();
     let products = Gemm {
         a: args(&a),
@@ -156,11 +180,11 @@ pub(super) fn launch_and_compare(
         })?;
     }
     for (p, sums) in squares.iter().enumerate() {
-        let (stored, shape, wide) = (gpu.read(&out[p])?, shapes[p], shapes[p].j.div_ceil(cols));
+        let (stored, shape) = (gpu.read(&out[p])?, shapes[p]);
         gpu.compare(&format!("sum of squares of result {p}"), sums, |at| {
-            let (rows, columns) = (at / 2 / wide * 128 + at % 2 * 64, at / 2 % wide * cols);
-            let row = |i: usize| (columns..shape.j.min(columns + cols)).map(move |j| i * shape.j + j);
-            let places = (rows..shape.i.min(rows + 64)).flat_map(row);
+            let (rows, columns) = (of.covered)(&shape, cols, at);
+            let row = |i: usize| columns.iter().filter(|j| **j < shape.j).map(move |j| i * shape.j + j);
+            let places = rows.filter(|i| *i < shape.i).flat_map(row);
             Exact::sum(places.map(|at| stored[at] * stored[at]), 1.0)
         })?;
     }

@@ -2,7 +2,7 @@
 //! width of tiles, and the other single forms, and joint forms for f16, in one.
 
 use super::{
-    gemm::{Case, Form, cases, launch_and_compare, one},
+    gemm::{Case, Covered, Form, Squares, cases, launch_and_compare, one},
     gpu::{BF16, F16, F32, Gpu},
 };
 use kernels_cubecl::{
@@ -17,14 +17,14 @@ pub(super) fn every(gpu: &Gpu) {
     for product in [Nt, Nn, Tn] {
         for cols in hopper::hopper_columns(product) {
             let types = if product == Tn { (BF16, F32) } else { (BF16, BF16) };
-            expect(gpu, &Case { measured: product == Tn, ..one(product, *cols, 1, types, Form::One) });
+            expect(gpu, &one(product, *cols, 1, types, Form::One));
         }
     }
     for types in [(BF16, F32), (F16, F16)] {
         expect(gpu, &one(Nt, 160, 2, types, Form::One));
     }
     for form in [Form::Accumulate, Form::One] {
-        expect(gpu, &one(Tn, 128, 1, (BF16, F32), form));
+        expect(gpu, &Case { measured: false, ..one(Tn, 128, 1, (BF16, F32), form) });
     }
     for case in forms().into_iter().filter(|case| case.shapes.len() > 1) {
         match (case.cols, case.types.0) {
@@ -69,5 +69,13 @@ pub(super) fn expect(gpu: &Gpu, case: &Case) {
 
 /// Launches the case, and compares its results.
 pub(super) fn run(gpu: &Gpu, case: &Case) -> Result<(), String> {
-    launch_and_compare(gpu, case, |client, products| hopper::hopper_gemm_in(client, products, case.cols))
+    let squares = Squares { count: hopper::hopper_squares, covered: of_a_warpgroup };
+    launch_and_compare(gpu, case, squares, |client, products| hopper::hopper_gemm_in(client, products, case.cols))
+}
+
+/// Two sums a tile, which has 128 rows: each is that of 64 rows.
+fn of_a_warpgroup(shape: &GemmShape, cols: usize, at: usize) -> Covered {
+    let wide = shape.j.div_ceil(cols);
+    let (row, col) = (at / 2 / wide * 128 + at % 2 * 64, at / 2 % wide * cols);
+    (row..row + 64, (col..col + cols).collect())
 }

@@ -1,6 +1,6 @@
 //! The kernels that need tensor cores.
 
-use super::zeros::{F32, Zeros};
+use super::zeros::{Buffer, F32, Zeros};
 use cubecl::ir::{ElemType, FloatKind, StorageType};
 use kernels_cubecl::{
     KernelError,
@@ -19,11 +19,16 @@ use kernels_cubecl::{
 
 const BF16: StorageType = StorageType::Scalar(ElemType::Float(FloatKind::BF16));
 
-/// Every kind of product, in tiles of every width, on `mma.sync` and on Hopper's own instructions. There, results in f32 that begin
-/// at zero are made without and with the sums of their squares.
+/// Every kind of product, in tiles of every width, on `mma.sync` and on Hopper's own instructions. Results in f32 that begin at zero
+/// are made without and with the sums of their squares.
 pub(super) fn gemms(zeros: &Zeros, rows: usize) -> Result<(), KernelError> {
     for cols in gemm::tile_columns(zeros.client) {
         each_gemm(zeros, rows, |products| gemm::gemm_in(zeros.client, products, cols))?;
+        each_gemm(zeros, rows, |products| {
+            let places = |shape: &GemmShape| zeros.floats(gemm::mma_squares(shape, cols));
+            let measured = measured(products, places);
+            measured.map_or(Ok(()), |products| gemm::gemm_in(zeros.client, products, cols))
+        })?;
     }
     if !hopper::is_hopper(zeros.client) {
         return Ok(());
@@ -37,15 +42,20 @@ pub(super) fn gemms(zeros: &Zeros, rows: usize) -> Result<(), KernelError> {
             hopper::hopper_gemm_in(zeros.client, products, *cols)
         })?;
         each_gemm(zeros, rows, |products| {
-            let measured = products.types.1 == F32 && !products.accumulate;
-            if !measured || !hopper::hopper_columns(products.product).contains(cols) {
+            if !hopper::hopper_columns(products.product).contains(cols) {
                 return Ok(());
             }
-            let places = |shape| zeros.floats(hopper::hopper_squares(shape, *cols));
-            let squares = products.shapes.iter().map(places).collect();
-            hopper::hopper_gemm_in(zeros.client, Gemm { squares, ..products }, *cols)
+            let places = |shape: &GemmShape| zeros.floats(hopper::hopper_squares(shape, *cols));
+            let measured = measured(products, places);
+            measured.map_or(Ok(()), |products| hopper::hopper_gemm_in(zeros.client, products, *cols))
         })
     })
+}
+
+/// The products with room for the sums of squares, if their results can be measured.
+fn measured(products: Gemm<AnyCudaRuntime>, places: impl Fn(&GemmShape) -> Buffer) -> Option<Gemm<AnyCudaRuntime>> {
+    let squares = products.shapes.iter().map(places).collect();
+    (products.types.1 == F32 && !products.accumulate).then_some(Gemm { squares, ..products })
 }
 
 /// Launches every kind of product by `launch`.

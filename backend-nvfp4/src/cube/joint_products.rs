@@ -22,7 +22,7 @@ use std::ops::Range;
 pub(super) enum Results {
     /// A matrix for each product.
     Each,
-    /// A matrix for each product and, where the kernel makes them, the sums of squares of its parts.
+    /// A matrix in f32 for each product, and the sums of squares of its parts.
     WithSquares,
     /// The sum of all products.
     Sum,
@@ -32,7 +32,7 @@ pub(super) enum Results {
 pub(super) struct Made<R: CubeRuntime> {
     /// The results.
     pub(super) values: Vec<CubeTensor<R>>,
-    /// Sums of squares of the parts of each result, f32. None where nobody asked for them or the kernel makes none.
+    /// Sums of squares of the parts of each result, f32. None where nobody asked for them.
     pub(super) squares: Vec<CubeTensor<R>>,
 }
 
@@ -95,7 +95,7 @@ where
             squares: vec![],
         };
         if results == Results::WithSquares {
-            let lens = gemm::squares_of(client, &args).unwrap_or_default();
+            let lens = gemm::squares_of(client, &args);
             let places: Vec<_> = lens.into_iter().map(|len| empty(&like, [len], DType::F32)).collect();
             args.squares = places.iter().map(arg).collect();
             squares.extend(places);

@@ -232,9 +232,8 @@ where
             let values = burn_ops::products(product, &dys, &x, precision, DType::F32);
             return values.into_iter().map(Gradient::unmeasured).collect();
         };
-        // All results have sums of squares, or none.
-        let squares = squares.into_iter().map(Some).chain(std::iter::repeat(None));
-        values.into_iter().zip(squares).map(|(values, squares)| Gradient { values, squares }).collect()
+        let measured = |(values, squares)| Gradient { values, squares: Some(squares) };
+        values.into_iter().zip(squares).map(measured).collect()
     }
 
     fn token_products(x: Operand<Self>, w: Vec<Operand<Self>>, precision: Precision) -> Vec<FloatTensor<Self>> {

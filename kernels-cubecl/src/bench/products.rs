@@ -141,20 +141,36 @@ impl<'a, R: Runtime> Bench<'a, R> {
             };
             gemm(self.client, dgrad)
         })?;
+        let shapes = layers.shapes(|n| GemmShape { i: n, j: inputs, r: tokens });
+        let wgrad = |squares| Gemm {
+            a: self.args(layers, &layers.dy, tokens),
+            b: vec![self.arg(&layers.x, tokens * inputs)],
+            scales: vec![],
+            out: self.args(layers, &layers.dw, inputs),
+            types: (BF16, F32),
+            shapes: shapes.clone(),
+            product: Product::Tn,
+            accumulate: false,
+            squares,
+        };
         self.row(show, "gemm wgrad, f32 result", layers.label.clone(), layers.work(), |_| {
-            let wgrad = Gemm {
-                a: self.args(layers, &layers.dy, tokens),
-                b: vec![self.arg(&layers.x, tokens * inputs)],
-                scales: vec![],
-                out: self.args(layers, &layers.dw, inputs),
-                types: (BF16, F32),
-                shapes: layers.shapes(|n| GemmShape { i: n, j: inputs, r: tokens }),
-                product: Product::Tn,
-                accumulate: false,
-                squares: vec![],
-            };
-            gemm(self.client, wgrad)
-        })
+            gemm(self.client, wgrad(vec![]))
+        })?;
+        let widths = gemm::tile_columns(self.client);
+        for cols in widths.into_iter().filter(|_| tokens == 2048) {
+            let counts: Vec<usize> = shapes.iter().map(|shape| gemm::mma_squares(shape, cols)).collect();
+            let sums: Vec<Data> = counts.iter().map(|n| self.bytes(n * 4, 7)).collect();
+            let name = format!("gemm tn in tiles of 128x{cols}");
+            self.row(show, &name, layers.label.clone(), layers.work(), |_| {
+                gemm::gemm_in(self.client, wgrad(vec![]), cols)
+            })?;
+            let name = format!("gemm tn in tiles of 128x{cols}, with squares");
+            self.row(show, &name, layers.label.clone(), layers.work(), |_| {
+                let places = sums.iter().zip(&counts).map(|(sums, n)| self.arg(sums, *n)).collect();
+                gemm::gemm_in(self.client, wgrad(places), cols)
+            })?;
+        }
+        Ok(())
     }
 
     /// Dequantizes the weights.

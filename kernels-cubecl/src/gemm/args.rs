@@ -27,7 +27,7 @@ pub struct Gemm<R: Runtime> {
     pub product: Product,
     /// Whether the product is added to the values in `out`. Such a launch has one product. Its scales multiply the sum of both.
     pub accumulate: bool,
-    /// Where the sums of squares of each result go, f32, or nothing: [`super::squares_of()`] says how many there are.
+    /// Where the sums of squares of each f32 result go, f32, or nothing: [`super::squares_of()`] says how many there are.
     pub squares: Vec<ArrayArg<R>>,
 }
 
@@ -103,6 +103,10 @@ impl<R: Runtime> Gemm<R> {
         let (results, measured) = (self.out.len(), self.squares.len());
         require(NAME, measured == 0 || measured == results, || {
             format!("places for the sums of squares of {measured} results of {results}")
+        })?;
+        let result = self.types.1;
+        require(NAME, measured == 0 || result.size() == 4, || {
+            format!("results of type {result}; the squares of f32 results are summed")
         })
     }
 }

@@ -2,13 +2,14 @@
 //! ```text
 //! for product { for tile { sums = 0 or out; sums += a b; out = sums * tensor scales } }       // several products
 //! for tile { sums = 0; for product { sums += a b * tensor scales }; out = sums }              // one sum
+//! for tile { for plane { squares = sum of out^2, over what the plane stores } }               // where they are asked for
 //! ```
 //! Each product has code of its own, so that the loop over `r` does not ask which buffers to read.
 
 use super::{
     form::{GemmForm, TilePlace},
     stages::{add_product, own_rows_and_half, reserved_tiles},
-    tiles::TILE,
+    tiles::{PLANES, TILE},
 };
 use crate::mma::{Octet, Pair, lane_col, lane_row, zero_sums};
 use cubecl::prelude::*;
@@ -23,6 +24,7 @@ pub(super) fn gemm_kernel<F: Float, Out: Float>(
     b: &Sequence<Array<Octet<F>>>,
     scales: &Sequence<Array<f32>>,
     out: &mut Sequence<Array<Pair<Out>>>,
+    squares: &mut Sequence<Array<f32>>,
     i_len: u32,
     j_len: u32,
     r_len: u32,
@@ -53,7 +55,7 @@ pub(super) fn gemm_kernel<F: Float, Out: Float>(
             }
         }
         let place = TilePlace { i0: at.0, j0: at.1, i_len, j_len, r_len };
-        store::<Out>(&sums, out.index_mut(0usize), scale, place, form);
+        store::<Out>(&sums, out.index_mut(0usize), squares, 0usize, scale, place, form);
     } else {
         let mut first = 0u32;
         #[unroll]
@@ -78,7 +80,7 @@ pub(super) fn gemm_kernel<F: Float, Out: Float>(
                     load::<Out>(&mut sums, out.index(p), place, form);
                 }
                 add_product::<F>(a, b, &mut tiles, &mut sums, place, form);
-                store::<Out>(&sums, out.index_mut(p), factor_of(scales, p, parts), place, form);
+                store::<Out>(&sums, out.index_mut(p), squares, p, factor_of(scales, p, parts), place, form);
             }
             first = end;
         }
@@ -130,15 +132,21 @@ fn column_of(plane_j: u32, #[comptime] block: u32, #[comptime] blocks: u32) -> u
     }
 }
 
-/// Stores a plane's sums times `factor`.
+/// Stores a plane's sums times `factor`, and where it is asked for the sum of the squares of what it stores: those of a result's
+/// tiles lie row by row, and those of a tile in the order of its planes.
 #[cube]
 fn store<Out: Float>(
     sums: &Sequence<Array<Pair<f32>>>,
     out: &mut Array<Pair<Out>>,
+    squares: &mut Sequence<Array<f32>>,
+    #[comptime] result: usize,
     factor: f32,
     at: TilePlace,
     #[comptime] form: GemmForm,
 ) {
+    let places = comptime!(squares.len());
+    let measured = comptime!(places > 0);
+    let mut square = Pair::new(0.0f32);
     let (row, col, plane_j) = own_corner(at);
     let blocks = form.blocks();
     #[unroll]
@@ -152,9 +160,20 @@ fn store<Out: Float>(
                 let i = row + comptime!(f as u32 * 16 + half as u32 * 8);
                 if i < at.i_len && j < at.j_len {
                     let to = ((i as usize) * (at.j_len as usize) + (j as usize)) / 2usize;
-                    out[to] = Pair::<Out>::cast_from(sum[half] * Pair::new(factor));
+                    let value = sum[half] * Pair::new(factor);
+                    out[to] = Pair::<Out>::cast_from(value);
+                    if comptime!(measured) {
+                        square += value * value;
+                    }
                 }
             }
+        }
+    }
+    if comptime!(measured) {
+        let square = plane_sum(square[0] + square[1]);
+        if UNIT_POS_PLANE == 0u32 {
+            let tile = at.i0 / TILE * at.j_len.div_ceil(comptime!(form.cols)) + at.j0 / comptime!(form.cols);
+            squares.index_mut(result)[(tile * PLANES + UNIT_POS / 32u32) as usize] = square;
         }
     }
 }

@@ -29,7 +29,7 @@
 use crate::{
     cuda_text::hopper::gemm as hopper,
     device::{processors, sequence},
-    error::{KernelError, index, require},
+    error::{KernelError, expect_len, index, require},
     mma::UNITS,
     operands::Product,
 };
@@ -47,8 +47,8 @@ use form::GemmForm;
 use kernel::gemm_kernel;
 pub use shape::GemmShape;
 use shape::NAME;
-use tiles::{TILE, columns};
-pub use tiles::{gains_together, tile_columns};
+use tiles::{columns, tiles};
+pub use tiles::{gains_together, mma_squares, tile_columns};
 
 /// Launches the products on the best matrix instructions that the device has, with the width of tiles that lets it finish
 /// soonest.
@@ -60,15 +60,21 @@ pub fn gemm<R: Runtime>(client: &ComputeClient<R>, products: Gemm<R>) -> Result<
     if hopper::takes(client, &products) {
         return hopper::launch(client, products);
     }
-    let cols = columns(products.tiled(), processors(client), &tile_columns(client));
+    let cols = chosen_columns(client, &products);
     gemm_in(client, products, cols)
 }
 
-/// How many sums of squares each result gets from the kernel that [`gemm()`] chooses for these products, if it makes any: those of
-/// Hopper do, of f32 results.
-pub fn squares_of<R: Runtime>(client: &ComputeClient<R>, products: &Gemm<R>) -> Option<Vec<usize>> {
-    let f32_results = products.types.1.size() == 4;
-    (f32_results && hopper::takes(client, products)).then(|| hopper::squares_of(client, products))
+/// How many sums of squares each f32 result gets from the kernel that [`gemm()`] chooses for these products.
+pub fn squares_of<R: Runtime>(client: &ComputeClient<R>, products: &Gemm<R>) -> Vec<usize> {
+    if hopper::takes(client, products) {
+        return hopper::squares_of(client, products);
+    }
+    let cols = chosen_columns(client, products);
+    products.tiled().iter().map(|shape| mma_squares(shape, cols)).collect()
+}
+
+fn chosen_columns<R: Runtime>(client: &ComputeClient<R>, products: &Gemm<R>) -> usize {
+    columns(products.tiled(), processors(client), &tile_columns(client))
 }
 
 /// Launches the products on `mma.sync`, in tiles of `cols` columns, one of [`tile_columns`].
@@ -77,15 +83,14 @@ pub fn squares_of<R: Runtime>(client: &ComputeClient<R>, products: &Gemm<R>) -> 
 /// The same as [`gemm()`].
 pub fn gemm_in<R: Runtime>(client: &ComputeClient<R>, products: Gemm<R>, cols: usize) -> Result<(), KernelError> {
     products.check()?;
-    require(NAME, products.squares.is_empty(), || {
-        "only kernels on Hopper's instructions write sums of squares".into()
-    })?;
     let offered = tile_columns(client);
     require(NAME, offered.contains(&cols), || {
         format!("tiles of {cols} columns; this device can have tiles of {offered:?} columns")
     })?;
-    let tiles = |shape: &GemmShape| shape.i.div_ceil(TILE as usize) * shape.j.div_ceil(cols);
-    let count = if products.summed() { tiles(&products.shapes[0]) } else { products.shapes.iter().map(tiles).sum() };
+    for (sums, shape) in products.squares.iter().zip(&products.shapes) {
+        expect_len(NAME, "squares", sums.size(), mma_squares(shape, cols))?;
+    }
+    let count: usize = products.tiled().iter().map(|shape| tiles(shape, cols)).sum();
     if count == 0 {
         return Ok(());
     }
@@ -101,6 +106,7 @@ pub fn gemm_in<R: Runtime>(client: &ComputeClient<R>, products: Gemm<R>, cols: u
             sequence(products.b),
             sequence(products.scales),
             sequence(products.out),
+            sequence(products.squares),
             index(NAME, "i", i)?,
             index(NAME, "j", j)?,
             index(NAME, "r", r)?,

@@ -72,8 +72,6 @@ impl HopperGemmForm {
         require(NAME, operand != Number::F32, || "Hopper's instructions multiply 16-bit numbers, not f32".into())?;
         let stored_sums = !products.accumulate || result == Number::F32;
         require(NAME, stored_sums, || "no Hopper kernel adds to 16-bit results".into())?;
-        let measured = !products.squares.is_empty();
-        require(NAME, !measured || result == Number::F32, || "only f32 results are measured".into())?;
         let parts = products.shapes.len();
         require(NAME, parts <= MOST, || format!("{parts} products; a Hopper kernel takes at most {MOST}"))?;
         let empty = products.shapes.iter().find(|s| s.i * s.j * s.r == 0);
@@ -88,7 +86,7 @@ impl HopperGemmForm {
             scales: products.scales.len() / parts,
             summed: products.summed(),
             accumulate: products.accumulate,
-            measured,
+            measured: !products.squares.is_empty(),
             operand,
             result,
         })
