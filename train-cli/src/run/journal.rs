@@ -37,7 +37,7 @@ use std::{
         Arc, Mutex, MutexGuard,
         atomic::{AtomicUsize, Ordering},
     },
-    time::Instant,
+    time::{Duration, Instant},
 };
 
 /// Logs, evaluations and checkpoints of a run.
@@ -70,6 +70,8 @@ pub struct Journal {
     saver: Arc<Mutex<Saver>>,
     /// Whether it was said that a checkpoint is left out.
     told: bool,
+    /// Whether it was said that checkpoints come late.
+    told_of_late: bool,
     /// When this attempt began to train.
     began: Instant,
     /// The steps that were made before.
@@ -135,6 +137,7 @@ impl Journal {
             events,
             saver: Arc::new(Mutex::new(saver)),
             told: false,
+            told_of_late: false,
             began: Instant::now(),
             began_after: made,
             spent: Spent::default(),
@@ -353,6 +356,19 @@ impl<B: Nvfp4Kernels> Between<B> for Journal {
         Ok(())
     }
 
+    fn complete_checkpoint(&mut self, at_most: Duration) {
+        let saver = self.saver.clone();
+        let mut saver = saver.lock().expect("no thread panics while it holds the lock");
+        let began = Instant::now();
+        let Some(late) = saver.commits_within(at_most) else { return };
+        if !saver.slows_steps() {
+            self.spent.add_to_last(began.elapsed().as_secs_f64());
+        }
+        if late && !std::mem::replace(&mut self.told_of_late, true) {
+            report::line(LATE);
+        }
+    }
+
     fn maybe_save(
         &mut self,
         model: &dyn Fn() -> Qwen3<B>,
@@ -409,6 +425,10 @@ impl<B: Nvfp4Kernels> Between<B> for Journal {
         if ends && written.is_none() { saver.wait() } else { Ok(written) }
     }
 }
+
+/// What is said once of a run whose checkpoints training does not wait for.
+const LATE: &str =
+    "note: steps are made while a checkpoint is written: a kill meanwhile also loses the steps since that one";
 
 /// What to say to somebody who asks for a checkpoint by a signal.
 fn answer_to_request(step: usize, saves: bool) -> String {

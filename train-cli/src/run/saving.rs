@@ -6,8 +6,9 @@
 //! * in the host's memory (`waiting.rs`): training waits until the files are made there;
 //! * nowhere: training waits until they are written.
 //!
-//! At most one checkpoint is being written: the next one waits for it. [`crate::durable`] commits a folder only when it
-//! is complete, so that a kill at any moment leaves the older checkpoints as they are. Nothing is committed that was read
+//! At most one checkpoint is being written: the next one waits for it. The first step behind a checkpoint ends only when the
+//! checkpoint is complete, unless that takes too long: so a kill loses no more than the steps of one save interval.
+//! [`crate::durable`] commits a folder only when it is complete, so that a kill at any moment leaves the older checkpoints as they are. Nothing is committed that was read
 //! from a device that has failed meanwhile.
 
 pub use super::old_checkpoints::Keep;
@@ -32,14 +33,16 @@ use model_qwen3::{
     write::write_safetensors,
 };
 use std::{
+    convert::Infallible,
     io::Write,
     path::{Path, PathBuf},
     sync::{
         Arc,
         atomic::{AtomicBool, Ordering},
+        mpsc::{self, Receiver, RecvTimeoutError},
     },
     thread::{self, JoinHandle},
-    time::Instant,
+    time::{Duration, Instant},
 };
 
 /// The large files of a checkpoint, which are made at the same time.
@@ -55,6 +58,10 @@ pub struct Saver {
     place: Destination,
     /// The checkpoint that is being written.
     pending: Option<JoinHandle<Result<Written, CliError>>>,
+    /// The thread lets go of the other end when the checkpoint is committed. None once training has waited for that.
+    uncommitted: Option<Receiver<Infallible>>,
+    /// Whether the last checkpoint that training waited for was not committed in time.
+    late: bool,
     waits: Waits,
     /// Whether the device computes on the host, so that a thread that writes takes time from the steps.
     slows_steps: bool,
@@ -122,7 +129,7 @@ impl Saver {
             transfer: TRANSFER,
             reads_all: room == Room::AtTheEnd || !matches!(waits, Waits::Nowhere),
         };
-        Ok(Self { place, pending: None, waits, slows_steps, taken: 0.0, bytes })
+        Ok(Self { place, pending: None, uncommitted: None, late: false, waits, slows_steps, taken: 0.0, bytes })
     }
 
     /// About how many bytes a checkpoint takes.
@@ -155,33 +162,53 @@ impl Saver {
         // The checkpoint's folder is begun before the next step, so that a disk that refuses it is noticed at once.
         let folder = PendingFolder::new(&content.target)?;
         match &self.waits {
-            Waits::OnTheDevice => self.begin(move || place.commit(folder, keep, |name, out| content.write(name, out))),
-            Waits::Nowhere => place.commit(folder, keep, |name, out| content.write(name, out)).map(Some),
+            Waits::OnTheDevice => self.begin(move |committed| {
+                place.commit(folder, keep, || drop(committed), |name, out| content.write(name, out))
+            }),
+            Waits::Nowhere => place.commit(folder, keep, || (), |name, out| content.write(name, out)).map(Some),
             Waits::InTheHost(blocks) => {
                 let files = content.in_memory(blocks)?;
                 let Snapshot { state, target, .. } = content;
-                self.begin(move || {
-                    place.commit(folder, keep, |name, out| match LARGE.iter().position(|large| *large == name) {
+                self.begin(move |committed| {
+                    let write = |name: &str, out: &mut dyn Write| match LARGE.iter().position(|large| *large == name) {
                         Some(at) => files[at].write_to(out).map_err(CliError::io(&target)),
                         None => write_state(&state, out, &target),
-                    })
+                    };
+                    place.commit(folder, keep, || drop(committed), write)
                 })
             }
         }
     }
 
-    /// Lets a thread write a checkpoint.
+    /// Lets a thread write a checkpoint. It lets go of what it is given when the checkpoint is committed.
     fn begin(
         &mut self,
-        write: impl FnOnce() -> Result<PathBuf, CliError> + Send + 'static,
+        write: impl FnOnce(mpsc::Sender<Infallible>) -> Result<PathBuf, CliError> + Send + 'static,
     ) -> Result<Option<PathBuf>, CliError> {
+        let (committed, uncommitted) = mpsc::channel();
         let timed = move || {
             let began = Instant::now();
-            write().map(|folder| (folder, began.elapsed().as_secs_f64()))
+            write(committed).map(|folder| (folder, began.elapsed().as_secs_f64()))
         };
         let writer = thread::Builder::new().name("checkpoint".into()).spawn(timed);
         self.pending = Some(writer.map_err(CliError::no_thread("checkpoint"))?);
+        self.uncommitted = Some(uncommitted);
         Ok(None)
+    }
+
+    /// Waits until the checkpoint that is being written is committed, the first time this is asked. It does not wait longer than
+    /// `at_most`, and not at all if the checkpoint before came too late. Returns whether this one comes too late; None if there
+    /// is nothing to wait for.
+    pub fn commits_within(&mut self, at_most: Duration) -> Option<bool> {
+        let uncommitted = self.uncommitted.take()?;
+        let at_most = if self.late { Duration::ZERO } else { at_most };
+        self.late = uncommitted.recv_timeout(at_most) == Err(RecvTimeoutError::Timeout);
+        Some(self.late)
+    }
+
+    /// Whether the time of a thread that writes is counted, so that waiting for it is not.
+    pub fn slows_steps(&self) -> bool {
+        self.slows_steps
     }
 
     /// Waits until the last checkpoint is complete. Returns its folder, the first time.
@@ -321,11 +348,12 @@ impl Destination {
         self.run.join(format!("checkpoint-{step}"))
     }
 
-    /// Writes the files of a checkpoint, commits it, and deletes those that are not to be kept.
+    /// Writes the files of a checkpoint, commits it, calls `is_committed`, and deletes those that are not to be kept.
     fn commit(
         &self,
         mut folder: PendingFolder,
         keep: Keep,
+        is_committed: impl FnOnce(),
         write: impl Fn(&str, &mut dyn Write) -> Result<(), CliError> + Sync,
     ) -> Result<PathBuf, CliError> {
         // Each of the large ones waits for the device, while the other keeps the disk busy.
@@ -338,6 +366,7 @@ impl Destination {
             return Err(ModelError::Device(reason).into());
         }
         let committed = folder.commit()?;
+        is_committed();
         // The older checkpoints are given up only for one that can be read.
         let read_back = if self.reads_all { durable::read_back } else { durable::read_back_quickly };
         read_back(&committed)?;
@@ -457,6 +486,45 @@ mod tests {
         assert!([shared.1, host.1, device.1].iter().all(|manifest| *manifest == direct.1), "the manifests differ");
     }
 
+    /// A checkpoint that is committed in time is waited for; behind one that was not, the next is not waited for.
+    #[test]
+    fn training_waits_for_a_checkpoint_that_is_committed_in_time() {
+        let dir = tempfile::tempdir().unwrap();
+        let (mut saver, hour) = (saver(dir.path(), 1, Room::Device), Duration::from_secs(3600));
+        // A checkpoint that is committed once what this returns is dropped.
+        let begun = |saver: &mut Saver| {
+            let (held, until_dropped) = mpsc::channel::<Infallible>();
+            let path = dir.path().to_owned();
+            let write = move |committed| {
+                assert!(until_dropped.recv().is_err());
+                drop(committed);
+                Ok(path)
+            };
+            saver.begin(write).unwrap();
+            held
+        };
+        assert_eq!(saver.commits_within(hour), None, "nothing is written");
+        drop(begun(&mut saver));
+        assert_eq!(saver.commits_within(hour), Some(false));
+        assert_eq!(saver.commits_within(hour), None, "training has waited already");
+        saver.wait().unwrap();
+        for at_most in [Duration::from_millis(1), hour] {
+            let held = begun(&mut saver);
+            assert_eq!(saver.commits_within(at_most), Some(true), "it is not committed");
+            drop(held);
+            saver.wait().unwrap();
+        }
+        // One that needs no waiting.
+        drop(begun(&mut saver));
+        while saver.is_busy() {
+            thread::yield_now();
+        }
+        assert_eq!(saver.commits_within(hour), Some(false));
+        saver.wait().unwrap();
+        drop(begun(&mut saver));
+        assert_eq!(saver.commits_within(hour), Some(false), "it is waited for again");
+    }
+
     /// Where the device computes on the host, a thread that writes a checkpoint takes its whole time from the steps.
     #[test]
     fn the_time_of_a_writing_thread_counts_where_it_slows_steps() {
@@ -502,13 +570,18 @@ mod tests {
         let commit = |step: usize, damages: bool| {
             let folder = PendingFolder::new(&saver.place.target(step)).unwrap();
             let weights = folder.path_of(MODEL);
-            saver.place.commit(folder, keep, |name, out| {
-                // The disk loses the end of the weights after they were written.
-                if damages && name == STATE {
-                    fs::OpenOptions::new().write(true).open(&weights).unwrap().set_len(5).unwrap();
-                }
-                out.write_all(b"the content of the file").map_err(CliError::io(&weights))
-            })
+            saver.place.commit(
+                folder,
+                keep,
+                || (),
+                |name, out| {
+                    // The disk loses the end of the weights after they were written.
+                    if damages && name == STATE {
+                        fs::OpenOptions::new().write(true).open(&weights).unwrap().set_len(5).unwrap();
+                    }
+                    out.write_all(b"the content of the file").map_err(CliError::io(&weights))
+                },
+            )
         };
         commit(1, false).unwrap();
         let error = commit(2, true).unwrap_err().to_string();
@@ -527,15 +600,20 @@ mod tests {
             let folder = PendingFolder::new(&saver.place.target(step)).unwrap();
             let weights = folder.path_of(MODEL);
             let keep = Keep { newest: 1, period: None, best: None };
-            saver.place.commit(folder, keep, |name, out| {
-                // The disk changes a byte of the weights after they were written. Their size stays.
-                if step > 1 && name == STATE {
-                    let mut file = fs::OpenOptions::new().write(true).open(&weights).unwrap();
-                    file.seek(SeekFrom::Start(16 << 20)).unwrap();
-                    file.write_all(b"x").unwrap();
-                }
-                out.write_all(&content).map_err(CliError::io(&weights))
-            })
+            saver.place.commit(
+                folder,
+                keep,
+                || (),
+                |name, out| {
+                    // The disk changes a byte of the weights after they were written. Their size stays.
+                    if step > 1 && name == STATE {
+                        let mut file = fs::OpenOptions::new().write(true).open(&weights).unwrap();
+                        file.seek(SeekFrom::Start(16 << 20)).unwrap();
+                        file.write_all(b"x").unwrap();
+                    }
+                    out.write_all(&content).map_err(CliError::io(&weights))
+                },
+            )
         };
         commit(1, Room::Device).unwrap();
         for (step, room) in [(2, Room::Device), (3, Room::AtTheEnd)] {
