@@ -155,9 +155,13 @@ fn steps_are_made_while_a_checkpoint_is_written() {
     let r = machine.folder().join("r");
     let third = || fs::read_to_string(r.join("metrics.jsonl")).is_ok_and(|log| log.contains("\"step\":3"));
     let mut run = held_run(&machine, third);
+    let said = run.stderr.take().unwrap();
     let (made, saved) = (third(), r.join("checkpoint-2").exists());
     fs::remove_file(machine.hold()).unwrap();
-    assert!(run.wait().unwrap().success());
+    let said = std::io::read_to_string(said).unwrap();
+    assert!(run.wait().unwrap().success(), "{said}");
+    // Training has waited for it as long as a few steps take, and says so.
+    assert!(said.contains("note: steps are made while a checkpoint is written"), "{said}");
     assert!(made && !saved, "step 3 is made: {made}; the checkpoint before it is complete: {saved}");
     assert!(outcome(&machine.folder()) == whole, "the outcome differs");
 }
@@ -194,7 +198,8 @@ fn held_run(machine: &Machine, so_far: impl Fn() -> bool) -> Child {
     fs::write(machine.hold(), "").unwrap();
     let words: Vec<&str> = FIT.split_whitespace().collect();
     let mut command = machine.command(&words, Fault::Slow);
-    let run = command.stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
+    // What such a short run says has room in a pipe that nobody reads.
+    let run = command.stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
     let started = Instant::now();
     while !so_far() && started.elapsed() < Duration::from_secs(60) {
         std::thread::sleep(Duration::from_millis(1));
