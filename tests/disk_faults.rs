@@ -160,8 +160,8 @@ fn steps_are_made_while_a_checkpoint_is_written() {
     fs::remove_file(machine.hold()).unwrap();
     let said = std::io::read_to_string(said).unwrap();
     assert!(run.wait().unwrap().success(), "{said}");
-    // Training has waited for it as long as a few steps take, and says so.
-    assert!(said.contains("note: steps are made while a checkpoint is written"), "{said}");
+    // It has waited for the checkpoint as long as a few steps take, and says that it waits no longer.
+    assert!(said.contains("note: training does not wait until a checkpoint is written"), "{said}");
     assert!(made && !saved, "step 3 is made: {made}; the checkpoint before it is complete: {saved}");
     assert!(outcome(&machine.folder()) == whole, "the outcome differs");
 }

@@ -22,7 +22,8 @@ const HOPPER_F32: Subject = ("hopper", |gpu| {
     let case = gemm::one(Product::Tn, 256, 0, (BF16, F32), Form::One);
     hopper::run(gpu, &gemm::Case { measured: false, ..case })
 });
-/// Two columns of tiles, whose squares are summed.
+/// Two rows and two columns of tiles, whose squares are summed.
+const GEMM_SQUARES: Subject = ("gemm", |gpu| gemm::run(gpu, &gemm::one(Product::Tn, 64, 1, (BF16, F32), Form::One)));
 const HOPPER_SQUARES: Subject =
     ("hopper", |gpu| hopper::run(gpu, &gemm::one(Product::Tn, 128, 1, (BF16, F32), Form::One)));
 const GEMV: Subject = ("gemv", gemv_with_shares);
@@ -146,6 +147,16 @@ fn expect_each_barrier_is_needed(subject: Subject, spare: &[usize]) -> usize {
 fn a_missing_barrier_of_gemm_is_found() {
     // The first barrier stands between two products: here is one.
     on_the_cpu(|| assert_eq!(expect_each_barrier_is_needed(GEMM, &[0]), 3));
+}
+
+/// A sum of squares that leaves lanes out, and one that two lanes write.
+#[test]
+fn a_wrong_sum_of_squares_of_gemm_is_found() {
+    let cases = [
+        (GEMM_SQUARES, ("offset *=2 )", "offset *=4 )", "sum of squares")),
+        (GEMM_SQUARES, ("% warpSize == uint32(0)", "% warpSize <= uint32(1)", "race")),
+    ];
+    on_the_cpu(|| expect_found(cases));
 }
 
 #[test]

@@ -34,16 +34,16 @@ pub(super) enum Form {
     Summed,
 }
 
-/// What a kernel's sums of squares are those of.
+/// How a kernel divides a result among its sums of squares.
 pub(super) struct Squares {
-    /// How many sums a result of a shape has, in tiles of as many columns.
+    /// The number of sums, from the shape of a product and the columns of its tiles.
     pub(super) count: fn(&GemmShape, usize) -> usize,
-    /// What the sum of a number covers.
-    pub(super) covered: fn(&GemmShape, usize, usize) -> Covered,
+    /// The part of the result that a sum covers, from these two and the number of the sum.
+    pub(super) part: fn(&GemmShape, usize, usize) -> Part,
 }
 
-/// Rows and columns of a result.
-pub(super) type Covered = (Range<usize>, Vec<usize>);
+/// Rows and columns of a result. They may lie outside the result.
+pub(super) type Part = (Range<usize>, Vec<usize>);
 
 /// The forms that the backend launches, in tiles of `cols` columns, for bf16 values or for every type.
 pub(super) fn cases(cols: usize, every_type: bool) -> Vec<Case> {
@@ -55,6 +55,8 @@ pub(super) fn cases(cols: usize, every_type: bool) -> Vec<Case> {
         }
     }
     let values = if every_type { &[BF16, F16][..] } else { &[BF16] };
+    // The first chunk of the head's gradient: nobody asks for its squares.
+    all.extend(every_type.then(|| Case { measured: false, ..one(Tn, cols, 1, (BF16, F32), Form::One) }));
     // The head's gradient is the sum of several chunks. The last one multiplies it by the factor of the loss, the others by 1.
     all.extend(values.iter().map(|ty| one(Tn, cols, 1, (*ty, F32), Form::Accumulate)));
     for (product, scales, form, parts) in [
@@ -95,12 +97,12 @@ pub(super) fn joint(product: Product, cols: usize, scales: usize, ty: StorageTyp
 
 /// Launches the case on `mma.sync`, and compares its results.
 pub(super) fn run(gpu: &Gpu, case: &Case) -> Result<(), String> {
-    let squares = Squares { count: gemm::mma_squares, covered: of_a_plane };
+    let squares = Squares { count: gemm::mma_squares, part: part_of_a_plane };
     launch_and_compare(gpu, case, squares, |client, products| gemm::gemm_in(client, products, case.cols))
 }
 
-/// Four sums a tile, which has 128 rows: each is that of 64 rows, and of half of the first 128 columns and half of the others.
-fn of_a_plane(shape: &GemmShape, cols: usize, at: usize) -> Covered {
+/// A tile of 128 rows has four sums. Each covers 64 rows, and half of the first 128 columns and half of the others.
+fn part_of_a_plane(shape: &GemmShape, cols: usize, at: usize) -> Part {
     let (tile, plane) = (at / 4, at % 4);
     let (row, col) = (tile / shape.j.div_ceil(cols) * 128 + plane / 2 * 64, tile % shape.j.div_ceil(cols) * cols);
     let halves = [(0, cols.min(128)), (cols.min(128), cols)];
@@ -115,7 +117,7 @@ fn of_a_plane(shape: &GemmShape, cols: usize, at: usize) -> Covered {
 pub(super) fn launch_and_compare(
     gpu: &Gpu,
     case: &Case,
-    of: Squares,
+    division: Squares,
     launch: impl Fn(&ComputeClient<AnyCudaRuntime>, Gemm<AnyCudaRuntime>) -> Result<(), KernelError>,
 ) -> Result<(), String> {
     let mut random = Random::new(5);
@@ -139,7 +141,7 @@ pub(super) fn launch_and_compare(
             _ => gpu.room(s.i * s.j, types.1),
         })
         .collect();
-    let places = |shape: &GemmShape| gpu.room((of.count)(shape, cols), F32);
+    let places = |shape: &GemmShape| gpu.room((division.count)(shape, cols), F32);
     let squares: Vec<Data> = shapes[..if measured { results } else { 0 }].iter().map(places).collect();
     let args = |list: &[Data]| list.iter().map(Data::arg).collect();
     let products = Gemm {
@@ -182,7 +184,7 @@ pub(super) fn launch_and_compare(
     for (p, sums) in squares.iter().enumerate() {
         let (stored, shape) = (gpu.read(&out[p])?, shapes[p]);
         gpu.compare(&format!("sum of squares of result {p}"), sums, |at| {
-            let (rows, columns) = (of.covered)(&shape, cols, at);
+            let (rows, columns) = (division.part)(&shape, cols, at);
             let row = |i: usize| columns.iter().filter(|j| **j < shape.j).map(move |j| i * shape.j + j);
             let places = rows.filter(|i| *i < shape.i).flat_map(row);
             Exact::sum(places.map(|at| stored[at] * stored[at]), 1.0)

@@ -2,7 +2,7 @@
 //! width of tiles, and the other single forms, and joint forms for f16, in one.
 
 use super::{
-    gemm::{Case, Covered, Form, Squares, cases, launch_and_compare, one},
+    gemm::{Case, Form, Part, Squares, cases, launch_and_compare, one},
     gpu::{BF16, F16, F32, Gpu},
 };
 use kernels_cubecl::{
@@ -69,12 +69,12 @@ pub(super) fn expect(gpu: &Gpu, case: &Case) {
 
 /// Launches the case, and compares its results.
 pub(super) fn run(gpu: &Gpu, case: &Case) -> Result<(), String> {
-    let squares = Squares { count: hopper::hopper_squares, covered: of_a_warpgroup };
+    let squares = Squares { count: hopper::hopper_squares, part: part_of_a_warpgroup };
     launch_and_compare(gpu, case, squares, |client, products| hopper::hopper_gemm_in(client, products, case.cols))
 }
 
-/// Two sums a tile, which has 128 rows: each is that of 64 rows.
-fn of_a_warpgroup(shape: &GemmShape, cols: usize, at: usize) -> Covered {
+/// A tile of 128 rows has two sums. Each covers 64 rows.
+fn part_of_a_warpgroup(shape: &GemmShape, cols: usize, at: usize) -> Part {
     let wide = shape.j.div_ceil(cols);
     let (row, col) = (at / 2 / wide * 128 + at % 2 * 64, at / 2 % wide * cols);
     (row..row + 64, (col..col + cols).collect())

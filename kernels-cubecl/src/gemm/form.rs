@@ -2,12 +2,13 @@
 
 use cubecl::prelude::*;
 
-/// How the operands of a product are stored, and the columns of its tiles.
+/// How the operands of a product are stored, the columns of its tiles, and whether the squares of its results are summed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(super) struct GemmForm {
     pub(super) cols: u32,
     pub(super) a_across: bool,
     pub(super) b_across: bool,
+    pub(super) measured: bool,
 }
 
 impl GemmForm {

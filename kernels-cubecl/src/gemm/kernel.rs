@@ -2,7 +2,7 @@
 //! ```text
 //! for product { for tile { sums = 0 or out; sums += a b; out = sums * tensor scales } }       // several products
 //! for tile { sums = 0; for product { sums += a b * tensor scales }; out = sums }              // one sum
-//! for tile { for plane { squares = sum of out^2, over what the plane stores } }               // where they are asked for
+//! for tile { for plane { squares = sum of the plane's out^2 } }                               // of measured products
 //! ```
 //! Each product has code of its own, so that the loop over `r` does not ask which buffers to read.
 
@@ -132,8 +132,8 @@ fn column_of(plane_j: u32, #[comptime] block: u32, #[comptime] blocks: u32) -> u
     }
 }
 
-/// Stores a plane's sums times `factor`, and where it is asked for the sum of the squares of what it stores: those of a result's
-/// tiles lie row by row, and those of a tile in the order of its planes.
+/// Stores a plane's sums times `factor`. If the form is measured, it also stores the sum of the squares of these values. The sums
+/// of squares of a result are in the order of its tiles, row by row, and within a tile in the order of its planes.
 #[cube]
 fn store<Out: Float>(
     sums: &Sequence<Array<Pair<f32>>>,
@@ -144,8 +144,6 @@ fn store<Out: Float>(
     at: TilePlace,
     #[comptime] form: GemmForm,
 ) {
-    let places = comptime!(squares.len());
-    let measured = comptime!(places > 0);
     let mut square = Pair::new(0.0f32);
     let (row, col, plane_j) = own_corner(at);
     let blocks = form.blocks();
@@ -162,14 +160,14 @@ fn store<Out: Float>(
                     let to = ((i as usize) * (at.j_len as usize) + (j as usize)) / 2usize;
                     let value = sum[half] * Pair::new(factor);
                     out[to] = Pair::<Out>::cast_from(value);
-                    if comptime!(measured) {
+                    if comptime!(form.measured) {
                         square += value * value;
                     }
                 }
             }
         }
     }
-    if comptime!(measured) {
+    if comptime!(form.measured) {
         let square = plane_sum(square[0] + square[1]);
         if UNIT_POS_PLANE == 0u32 {
             let tile = at.i0 / TILE * at.j_len.div_ceil(comptime!(form.cols)) + at.j0 / comptime!(form.cols);

@@ -95,7 +95,12 @@ pub fn gemm_in<R: Runtime>(client: &ComputeClient<R>, products: Gemm<R>, cols: u
         return Ok(());
     }
     let GemmShape { i, j, r } = products.shapes[0];
-    let (a_across, b_across) = (products.product == Product::Tn, products.product != Product::Nt);
+    let form = GemmForm {
+        cols: cols as u32,
+        a_across: products.product == Product::Tn,
+        b_across: products.product != Product::Nt,
+        measured: !products.squares.is_empty(),
+    };
     // SAFETY: buffer lengths were checked against the shapes; copies and stores are guarded at the edges.
     unsafe {
         gemm_kernel::launch_unchecked(
@@ -110,7 +115,7 @@ pub fn gemm_in<R: Runtime>(client: &ComputeClient<R>, products: Gemm<R>, cols: u
             index(NAME, "i", i)?,
             index(NAME, "j", j)?,
             index(NAME, "r", r)?,
-            GemmForm { cols: cols as u32, a_across, b_across },
+            form,
             products.accumulate,
             products.types.0,
             products.types.1,

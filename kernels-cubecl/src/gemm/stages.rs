@@ -88,7 +88,7 @@ fn fill_stage<F: Float>(
     #[comptime] stage: u32,
     #[comptime] form: GemmForm,
 ) {
-    let GemmForm { cols, a_across, b_across } = comptime!(form);
+    let GemmForm { cols, a_across, b_across, .. } = comptime!(form);
     let base = comptime!(stage * STAGE);
     let rows = OuterRange { first: at.i0, len: at.i_len, r_len: at.r_len };
     fill_operand::<F>(a, &mut tiles.a, base, step, rows, TILE, a_across);
@@ -140,7 +140,7 @@ fn multiply_stage<F: Float>(
     #[comptime] stage: u32,
     #[comptime] form: GemmForm,
 ) {
-    let GemmForm { cols, a_across, b_across } = comptime!(form);
+    let GemmForm { cols, a_across, b_across, .. } = comptime!(form);
     let (plane_i, plane_j) = own_rows_and_half();
     let a_base = comptime!(stage * STAGE);
     let b_base = comptime!(stage * cols * DEPTH / 8);

@@ -70,7 +70,7 @@ pub struct Journal {
     saver: Arc<Mutex<Saver>>,
     /// Whether it was said that a checkpoint is left out.
     told: bool,
-    /// Whether it was said that checkpoints come late.
+    /// Whether [`LATE`] was said.
     told_of_late: bool,
     /// When this attempt began to train.
     began: Instant,
@@ -359,12 +359,7 @@ impl<B: Nvfp4Kernels> Between<B> for Journal {
     fn complete_checkpoint(&mut self, at_most: Duration) {
         let saver = self.saver.clone();
         let mut saver = saver.lock().expect("no thread panics while it holds the lock");
-        let began = Instant::now();
-        let Some(late) = saver.commits_within(at_most) else { return };
-        if !saver.slows_steps() {
-            self.spent.add_to_last(began.elapsed().as_secs_f64());
-        }
-        if late && !std::mem::replace(&mut self.told_of_late, true) {
+        if saver.commits_within(at_most) == Some(false) && !std::mem::replace(&mut self.told_of_late, true) {
             report::line(LATE);
         }
     }
@@ -426,9 +421,9 @@ impl<B: Nvfp4Kernels> Between<B> for Journal {
     }
 }
 
-/// What is said once of a run whose checkpoints training does not wait for.
-const LATE: &str =
-    "note: steps are made while a checkpoint is written: a kill meanwhile also loses the steps since that one";
+/// Said once if training does not wait until a checkpoint is written.
+const LATE: &str = "note: training does not wait until a checkpoint is written, because that takes too long. A kill before it is \
+                    written loses up to two save intervals";
 
 /// What to say to somebody who asks for a checkpoint by a signal.
 fn answer_to_request(step: usize, saves: bool) -> String {

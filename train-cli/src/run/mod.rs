@@ -31,3 +31,4 @@ pub mod summary;
 pub mod tensorboard;
 pub mod trained;
 mod waiting;
+mod writer;

@@ -6,16 +6,17 @@
 //! * in the host's memory (`waiting.rs`): training waits until the files are made there;
 //! * nowhere: training waits until they are written.
 //!
-//! At most one checkpoint is being written: the next one waits for it. The first step behind a checkpoint ends only when the
-//! checkpoint is complete, unless that takes too long: so a kill loses no more than the steps of one save interval.
-//! [`crate::durable`] commits a folder only when it is complete, so that a kill at any moment leaves the older checkpoints as they are. Nothing is committed that was read
-//! from a device that has failed meanwhile.
+//! At most one checkpoint is being written: the next one waits for it. The first step after a checkpoint is logged only when the
+//! checkpoint is committed, unless that takes too long. So a kill loses no more than the steps of one save interval.
+//! [`crate::durable`] commits a folder only when it is complete, so that a kill at any moment leaves the older checkpoints as
+//! they are. Nothing is committed that was read from a device that has failed meanwhile.
 
 pub use super::old_checkpoints::Keep;
 use super::{
     checkpoint::{MODEL, OPTIMIZER, STATE, TrainerState},
     old_checkpoints, optimizer_file,
     waiting::{Blocks, WaitingFile},
+    writer::Writer,
 };
 use crate::{
     CliError, device,
@@ -33,15 +34,13 @@ use model_qwen3::{
     write::write_safetensors,
 };
 use std::{
-    convert::Infallible,
     io::Write,
     path::{Path, PathBuf},
     sync::{
         Arc,
         atomic::{AtomicBool, Ordering},
-        mpsc::{self, Receiver, RecvTimeoutError},
     },
-    thread::{self, JoinHandle},
+    thread,
     time::{Duration, Instant},
 };
 
@@ -57,22 +56,17 @@ const TRANSFER_WHILE_WAITING: usize = 32 << 20;
 pub struct Saver {
     place: Destination,
     /// The checkpoint that is being written.
-    pending: Option<JoinHandle<Result<Written, CliError>>>,
-    /// The thread lets go of the other end when the checkpoint is committed. None once training has waited for that.
-    uncommitted: Option<Receiver<Infallible>>,
+    pending: Option<Writer>,
     /// Whether the last checkpoint that training waited for was not committed in time.
-    late: bool,
+    is_late: bool,
     waits: Waits,
     /// Whether the device computes on the host, so that a thread that writes takes time from the steps.
     slows_steps: bool,
-    /// Seconds that threads have taken from the steps, which nobody has asked for yet.
+    /// Seconds that writing has taken from the steps, which nobody has asked for yet.
     taken: f64,
     /// The size of a checkpoint.
     bytes: u64,
 }
-
-/// The folder of a checkpoint that a thread has written, and the seconds that this took.
-type Written = (PathBuf, f64);
 
 /// Where a checkpoint waits until it is written.
 #[derive(Debug)]
@@ -129,7 +123,7 @@ impl Saver {
             transfer: TRANSFER,
             reads_all: room == Room::AtTheEnd || !matches!(waits, Waits::Nowhere),
         };
-        Ok(Self { place, pending: None, uncommitted: None, late: false, waits, slows_steps, taken: 0.0, bytes })
+        Ok(Self { place, pending: None, is_late: false, waits, slows_steps, taken: 0.0, bytes })
     }
 
     /// About how many bytes a checkpoint takes.
@@ -161,54 +155,42 @@ impl Saver {
         let content = Snapshot { model, optimizer, state, target, transfer };
         // The checkpoint's folder is begun before the next step, so that a disk that refuses it is noticed at once.
         let folder = PendingFolder::new(&content.target)?;
-        match &self.waits {
-            Waits::OnTheDevice => self.begin(move |committed| {
-                place.commit(folder, keep, || drop(committed), |name, out| content.write(name, out))
+        let writer = match &self.waits {
+            Waits::OnTheDevice => Writer::begin(move |committing| {
+                place.commit(folder, keep, || drop(committing), |name, out| content.write(name, out))
             }),
-            Waits::Nowhere => place.commit(folder, keep, || (), |name, out| content.write(name, out)).map(Some),
+            Waits::Nowhere => {
+                return place.commit(folder, keep, || (), |name, out| content.write(name, out)).map(Some);
+            }
             Waits::InTheHost(blocks) => {
                 let files = content.in_memory(blocks)?;
                 let Snapshot { state, target, .. } = content;
-                self.begin(move |committed| {
+                Writer::begin(move |committing| {
                     let write = |name: &str, out: &mut dyn Write| match LARGE.iter().position(|large| *large == name) {
                         Some(at) => files[at].write_to(out).map_err(CliError::io(&target)),
                         None => write_state(&state, out, &target),
                     };
-                    place.commit(folder, keep, || drop(committed), write)
+                    place.commit(folder, keep, || drop(committing), write)
                 })
             }
-        }
-    }
-
-    /// Lets a thread write a checkpoint. It lets go of what it is given when the checkpoint is committed.
-    fn begin(
-        &mut self,
-        write: impl FnOnce(mpsc::Sender<Infallible>) -> Result<PathBuf, CliError> + Send + 'static,
-    ) -> Result<Option<PathBuf>, CliError> {
-        let (committed, uncommitted) = mpsc::channel();
-        let timed = move || {
-            let began = Instant::now();
-            write(committed).map(|folder| (folder, began.elapsed().as_secs_f64()))
         };
-        let writer = thread::Builder::new().name("checkpoint".into()).spawn(timed);
-        self.pending = Some(writer.map_err(CliError::no_thread("checkpoint"))?);
-        self.uncommitted = Some(uncommitted);
+        self.pending = Some(writer?);
         Ok(None)
     }
 
-    /// Waits until the checkpoint that is being written is committed, the first time this is asked. It does not wait longer than
-    /// `at_most`, and not at all if the checkpoint before came too late. Returns whether this one comes too late; None if there
-    /// is nothing to wait for.
+    /// Waits until the checkpoint that is being written is committed, once for each checkpoint and not longer than `at_most`.
+    /// If the checkpoint before was not committed in time, it does not wait at all. Returns whether this one is committed; None
+    /// if there is nothing to wait for.
     pub fn commits_within(&mut self, at_most: Duration) -> Option<bool> {
-        let uncommitted = self.uncommitted.take()?;
-        let at_most = if self.late { Duration::ZERO } else { at_most };
-        self.late = uncommitted.recv_timeout(at_most) == Err(RecvTimeoutError::Timeout);
-        Some(self.late)
-    }
-
-    /// Whether the time of a thread that writes is counted, so that waiting for it is not.
-    pub fn slows_steps(&self) -> bool {
-        self.slows_steps
+        let began = Instant::now();
+        let at_most = if self.is_late { Duration::ZERO } else { at_most };
+        let is_committed = self.pending.as_mut()?.commits_within(at_most)?;
+        self.is_late = !is_committed;
+        // Elsewhere the whole time of the thread counts.
+        if !self.slows_steps {
+            self.taken += began.elapsed().as_secs_f64();
+        }
+        Some(is_committed)
     }
 
     /// Waits until the last checkpoint is complete. Returns its folder, the first time.
@@ -228,8 +210,8 @@ impl Saver {
         written.unwrap_or_else(|panic| std::panic::resume_unwind(panic)).map(|(folder, _)| Some(folder))
     }
 
-    /// Seconds that threads which wrote checkpoints have taken from the steps since this was last asked: all of them where the
-    /// device computes on the host, else none.
+    /// Seconds that writing checkpoints has taken from the steps since this was last asked: all the time of the threads that write
+    /// where the device computes on the host, else the time that training has waited for a commit.
     pub fn taken_from_steps(&mut self) -> f64 {
         std::mem::take(&mut self.taken)
     }
@@ -258,7 +240,7 @@ impl Saver {
     /// # Errors
     /// If it could not be written.
     pub fn check(&mut self) -> Result<(), CliError> {
-        if self.pending.as_ref().is_some_and(JoinHandle::is_finished) { self.wait().map(|_| ()) } else { Ok(()) }
+        if self.pending.as_ref().is_some_and(Writer::is_finished) { self.wait().map(|_| ()) } else { Ok(()) }
     }
 }
 
@@ -290,7 +272,7 @@ impl Drop for Saver {
     /// The checkpoint that is being written is completed, even if the training ends by a panic.
     fn drop(&mut self) {
         // A thread that panicked has said so.
-        if let Some(Ok(Err(error))) = self.pending.take().map(JoinHandle::join) {
+        if let Some(Ok(Err(error))) = self.pending.take().map(Writer::join) {
             report::line(format!("warning: the last checkpoint could not be written: {error}"));
         }
     }
@@ -393,6 +375,7 @@ mod tests {
     use std::{
         fs,
         io::{Seek, SeekFrom},
+        sync::mpsc,
     };
 
     /// What a run has between two steps.
@@ -486,31 +469,31 @@ mod tests {
         assert!([shared.1, host.1, device.1].iter().all(|manifest| *manifest == direct.1), "the manifests differ");
     }
 
-    /// A checkpoint that is committed in time is waited for; behind one that was not, the next is not waited for.
+    /// Training waits for a checkpoint that is committed in time. After one that was not, it does not wait for the next.
     #[test]
     fn training_waits_for_a_checkpoint_that_is_committed_in_time() {
         let dir = tempfile::tempdir().unwrap();
         let (mut saver, hour) = (saver(dir.path(), 1, Room::Device), Duration::from_secs(3600));
-        // A checkpoint that is committed once what this returns is dropped.
+        // Begins a checkpoint, which is committed when what this returns is dropped.
         let begun = |saver: &mut Saver| {
-            let (held, until_dropped) = mpsc::channel::<Infallible>();
+            let (held, until_dropped) = mpsc::channel::<()>();
             let path = dir.path().to_owned();
-            let write = move |committed| {
+            let write = move |committing| {
                 assert!(until_dropped.recv().is_err());
-                drop(committed);
+                drop(committing);
                 Ok(path)
             };
-            saver.begin(write).unwrap();
+            saver.pending = Some(Writer::begin(write).unwrap());
             held
         };
         assert_eq!(saver.commits_within(hour), None, "nothing is written");
         drop(begun(&mut saver));
-        assert_eq!(saver.commits_within(hour), Some(false));
+        assert_eq!(saver.commits_within(hour), Some(true));
         assert_eq!(saver.commits_within(hour), None, "training has waited already");
         saver.wait().unwrap();
         for at_most in [Duration::from_millis(1), hour] {
             let held = begun(&mut saver);
-            assert_eq!(saver.commits_within(at_most), Some(true), "it is not committed");
+            assert_eq!(saver.commits_within(at_most), Some(false), "it is not committed");
             drop(held);
             saver.wait().unwrap();
         }
@@ -519,10 +502,26 @@ mod tests {
         while saver.is_busy() {
             thread::yield_now();
         }
-        assert_eq!(saver.commits_within(hour), Some(false));
+        assert_eq!(saver.commits_within(hour), Some(true));
         saver.wait().unwrap();
         drop(begun(&mut saver));
-        assert_eq!(saver.commits_within(hour), Some(false), "it is waited for again");
+        assert_eq!(saver.commits_within(hour), Some(true), "training waits again");
+    }
+
+    /// Where the device has its own processors, training loses only the time that it waits for a commit.
+    #[test]
+    fn waiting_for_a_commit_counts_where_the_whole_time_does_not() {
+        let dir = tempfile::tempdir().unwrap();
+        for (slows_steps, counts) in [(true, false), (false, true)] {
+            let mut saver = saver(dir.path(), 1, Room::Device);
+            saver.slows_steps = slows_steps;
+            let (_held, until_dropped) = mpsc::channel::<()>();
+            let path = dir.path().to_owned();
+            saver.pending =
+                Some(Writer::begin(move |_| until_dropped.recv().map_or(Ok(path), |()| unreachable!())).unwrap());
+            assert_eq!(saver.commits_within(Duration::from_millis(2)), Some(false));
+            assert_eq!(saver.taken_from_steps() >= 0.002, counts);
+        }
     }
 
     /// Where the device computes on the host, a thread that writes a checkpoint takes its whole time from the steps.

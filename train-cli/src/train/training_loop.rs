@@ -24,8 +24,8 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// As many steps could be made in the time for which training waits for a checkpoint, at most: so that a run that saves every 100
-/// steps takes no more than 5 % longer by it.
+/// Training waits for a checkpoint at most as long as this many steps take, so that waiting makes a run that saves every 100 steps at
+/// most 5 % longer.
 const WAITED_STEPS: f64 = 5.0;
 
 /// What a run needs besides the model.
