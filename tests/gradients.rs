@@ -46,7 +46,7 @@ fn value_and_gradient<B: Nvfp4Kernels>(
     type A<B> = Autodiff<B>;
     let x = matrix::<A<B>>(x, M, K, device).require_grad();
     let w = Param::from_tensor(matrix::<A<B>>(w, N, K, device));
-    let y = Nvfp4Linear::Master(w).forward(x.clone(), spec(recipe));
+    let y = Nvfp4Linear::Master(w.into()).forward(x.clone(), spec(recipe));
     let value = (y * matrix::<A<B>>(dy, M, N, device)).sum();
     let dx = x.grad_remove(&mut value.clone().backward()).unwrap();
     (host(value)[0], host(dx))

@@ -96,7 +96,7 @@ fn bytes_of<B: Nvfp4Kernels>(x: IntTensor<B>) -> Vec<u8> {
 }
 
 /// A gradient with a verdict on its step.
-fn judged<B: Nvfp4Kernels>(gradient: FloatTensor<B>, verdict: f32) -> Judged<B> {
+pub(crate) fn judged<B: Nvfp4Kernels>(gradient: FloatTensor<B>, verdict: f32) -> Judged<B> {
     let verdict = Tensor::<B, 1>::full([1], verdict, (&B::float_device(&gradient), DType::F32));
     Judged { gradient, verdict: verdict.into_primitive().tensor() }
 }

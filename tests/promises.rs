@@ -31,6 +31,7 @@ mod gpu_checkpoints;
 mod gradients;
 mod guard;
 mod head;
+mod held_codes;
 mod hostile;
 mod kills;
 mod likeliest;

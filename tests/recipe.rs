@@ -98,7 +98,7 @@ fn expected(inputs: &Inputs, spec: LinearSpec) -> Results {
 fn computed<B: Nvfp4Kernels>(inputs: &Inputs, spec: LinearSpec, device: &B::Device) -> [Vec<f32>; 3] {
     let x = matrix::<Autodiff<B>>(&inputs.x, inputs.m, K, device).require_grad();
     let w = matrix::<Autodiff<B>>(&inputs.w, N, K, device).require_grad();
-    let y = Nvfp4Linear::Master(Param::from_tensor(w.clone())).forward(x.clone(), spec);
+    let y = Nvfp4Linear::Master(Param::from_tensor(w.clone()).into()).forward(x.clone(), spec);
     let values = host(y.clone().inner());
     let mut grads = (y * matrix::<Autodiff<B>>(&inputs.dy, inputs.m, N, device)).sum().backward();
     [values, host(x.grad_remove(&mut grads).unwrap()), host(w.grad_remove(&mut grads).unwrap())]
@@ -143,7 +143,7 @@ fn inference_is_its_formula<B: Nvfp4Kernels>(device: B::Device) {
         let rows = product(&rounded_rows(&inputs.x, K), &w, [inputs.m, N, K]);
         let quantized = recipe.packs_activations();
         let exact = if quantized { rows } else { training.clone() };
-        let layer = Nvfp4Linear::Master(Param::from_tensor(matrix::<B>(&inputs.w, N, K, &device)));
+        let layer = Nvfp4Linear::Master(Param::from_tensor(matrix::<B>(&inputs.w, N, K, &device)).into());
         let ours = host(layer.forward(matrix::<B>(&inputs.x, inputs.m, K, &device), spec.each_row()));
         let error = relative(&ours, exact);
         assert!(error < 2e-6, "y of {recipe:?} differs by {error:e}");

@@ -9,8 +9,9 @@ use crate::{
     decode::{DecodeBlock, DecodeTokens},
     draw::{Draw, Drawn, Penalty},
     gradient::Gradient,
+    held_codes::HeldPrimitive,
     ops::{Activations, Nvfp4Backend},
-    optim::{AdamwState, Judged},
+    optim::{AdamwState, Judged, StateKind},
     packed::{Nvfp4Primitive, Nvfp4Tensor, Operand},
     primitive::{primitive, tensor},
     recipe::{GivenScale, LinearSpec, Precision},
@@ -255,6 +256,9 @@ pub trait Nvfp4Kernels: Nvfp4Backend {
     /// weight is f32, or bf16 for a bf16 form (f32 if the device has no bf16). `grad` is f32 or bf16 and has the shape of
     /// the weight. The weight and the state are updated in place when nothing else holds them.
     ///
+    /// If the state has codes, they become those of the new weight. They are `None` afterwards where this kind of step cannot
+    /// leave codes.
+    ///
     /// A step whose verdict is not 0 writes nothing: what is updated in place stays as it was, and what is not has no
     /// defined values.
     fn adamw(
@@ -265,6 +269,12 @@ pub trait Nvfp4Kernels: Nvfp4Backend {
         step: AdamwStep,
         chunk: usize,
     ) -> (FloatTensor<Self>, AdamwState<Self>);
+
+    /// Quantizes a master weight `[N, K]`, to nearest, for steps of AdamW with moments of this kind that leave codes. `None` if they
+    /// cannot: the next forward then quantizes the weight.
+    fn nvfp4_held(_w: FloatTensor<Self>, _kind: StateKind, _spec: QuantizeSpec) -> Option<HeldPrimitive<Self>> {
+        None
+    }
 
     /// Makes one AdamW step on an NVFP4 master weight, whose moments are quantized. The rest is as in [`Self::adamw`].
     fn adamw_packed(

@@ -39,6 +39,7 @@ mod decode;
 mod draw;
 mod error;
 mod gradient;
+mod held_codes;
 mod kernels;
 mod linear;
 mod ndarray;
@@ -59,6 +60,7 @@ pub use decode::{DecodeBlock, DecodeTokens, PAGE};
 pub use draw::{Draw, Drawn, DrawnToken, Penalty};
 pub use error::Nvfp4Error;
 pub use gradient::Gradient;
+pub use held_codes::{HeldCodes, HeldPrimitive};
 pub use kernels::{
     AttentionSaved, HeadGradients, HeadLoss, HeadWeightGradient, Nvfp4Kernels, cached_attention, decode_blocks, draw,
     logits_rows, penalize, prompt_attention, segment_sum, words_of,
@@ -70,7 +72,7 @@ pub use kernels_cubecl::{
     quantize::{self, BlockShape, QuantizeSpec, Rounding, Scaling, View},
     rng::Stream,
 };
-pub use linear::{Nvfp4Linear, PackedMaster, PackedWeight, linears};
+pub use linear::{MasterWeight, Nvfp4Linear, PackedMaster, PackedWeight, linears};
 pub use ops::{Activations, LayerWeight, LinearLayer, Nvfp4Backend};
 pub use optim::{AdamwState, Judged, MasterKind, Moment, StateKind};
 pub use packed::{Nvfp4Primitive, Nvfp4Tensor, Operand, PACKED_BYTES, Packed, Unscaled};

@@ -1,6 +1,7 @@
 //! Linear layers without bias as modules, and the call of one layer or of several that read the same activations.
 
 use crate::{
+    held_codes::HeldCodes,
     ops::{Activations, LayerWeight, LinearLayer, Nvfp4Backend},
     packed::Nvfp4Tensor,
     primitive::{primitive, tensor},
@@ -14,14 +15,23 @@ use burn::{
 /// A linear layer without bias, weight `[N, K]`.
 #[derive(Module, Debug)]
 pub enum Nvfp4Linear<B: Backend> {
-    /// A master weight in f32 or bf16. Training moves it, and each forward quantizes it as the recipe says.
-    Master(Param<Tensor<B, 2>>),
+    /// A master weight in f32 or bf16. Training moves it, and products read it quantized as the recipe says.
+    Master(MasterWeight<B>),
     /// A weight that no recipe quantizes.
     Dense(Param<Tensor<B, 2>>),
     /// NVFP4 codes that stay as they are.
     Packed(PackedWeight<B>),
     /// NVFP4 codes that training moves.
     PackedMaster(PackedMaster<B>),
+}
+
+/// A master weight in f32 or bf16.
+#[derive(Module, Debug)]
+pub struct MasterWeight<B: Backend> {
+    /// The values.
+    pub weight: Param<Tensor<B, 2>>,
+    /// Their codes, where the optimizer has left them. Otherwise each forward quantizes the values.
+    pub codes: Option<HeldCodes<B>>,
 }
 
 /// An NVFP4 weight that stays as it is.
@@ -73,7 +83,11 @@ impl<B: Nvfp4Backend> Nvfp4Linear<B> {
     pub fn operation(&self, spec: LinearSpec) -> LinearLayer<B> {
         let dense = |w: &Param<Tensor<B, 2>>| LayerWeight::Dense(primitive(w.val()));
         match self {
-            Self::Master(w) => LinearLayer { weight: dense(w), spec },
+            Self::Master(MasterWeight { weight, codes: None }) => LinearLayer { weight: dense(weight), spec },
+            Self::Master(MasterWeight { weight, codes: Some(codes) }) => {
+                let values = primitive(weight.val());
+                LinearLayer { weight: LayerWeight::Held { values, codes: codes.primitive() }, spec }
+            }
             Self::Dense(w) => LinearLayer { weight: dense(w), spec: spec.unquantized() },
             Self::Packed(PackedWeight { weight, input }) => {
                 let activation_scale = input.map_or(spec.activation_scale, ActivationScale::Given);
@@ -92,7 +106,7 @@ impl<B: Backend> Nvfp4Linear<B> {
     /// Output and input features, N and K.
     pub fn dims(&self) -> [usize; 2] {
         match self {
-            Self::Master(w) | Self::Dense(w) => w.dims(),
+            Self::Master(MasterWeight { weight: w, .. }) | Self::Dense(w) => w.dims(),
             Self::Packed(PackedWeight { weight, .. }) | Self::PackedMaster(PackedMaster { weight, .. }) => {
                 weight.dims()
             }
@@ -105,6 +119,12 @@ impl<B: Backend> Nvfp4Linear<B> {
             Self::Master(_) | Self::Dense(_) => None,
             Self::Packed(PackedWeight { weight, .. }) | Self::PackedMaster(PackedMaster { weight, .. }) => Some(weight),
         }
+    }
+}
+
+impl<B: Backend> From<Param<Tensor<B, 2>>> for MasterWeight<B> {
+    fn from(weight: Param<Tensor<B, 2>>) -> Self {
+        Self { weight, codes: None }
     }
 }
 

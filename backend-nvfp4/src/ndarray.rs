@@ -441,7 +441,7 @@ impl HostState {
             let len = residual.len();
             ints(residual, [len])
         });
-        AdamwState { kind: self.kind, m: moment(self.m, false), v: moment(self.v, true), residual }
+        AdamwState { kind: self.kind, m: moment(self.m, false), v: moment(self.v, true), residual, codes: None }
     }
 }
 

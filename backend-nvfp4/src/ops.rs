@@ -6,6 +6,7 @@
 
 use crate::{
     attention::{AttentionSpec, Documents, Rotary},
+    held_codes::HeldPrimitive,
     packed::Nvfp4Primitive,
     primitive::{primitive, tensor},
     recipe::{LinearSpec, Precision},
@@ -102,6 +103,13 @@ pub struct LinearLayer<B: Backend> {
 pub enum LayerWeight<B: Backend> {
     /// Float values, which the recipe quantizes.
     Dense(FloatTensor<B>),
+    /// The same with codes that the optimizer has left.
+    Held {
+        /// The values.
+        values: FloatTensor<B>,
+        /// Their codes.
+        codes: HeldPrimitive<B>,
+    },
     /// An NVFP4 matrix.
     Packed {
         /// The matrix.
@@ -116,7 +124,7 @@ impl<B: Backend> LayerWeight<B> {
     /// Output and input features, N and K.
     pub fn dims(&self) -> [usize; 2] {
         match self {
-            Self::Dense(w) => w.shape().dims(),
+            Self::Dense(w) | Self::Held { values: w, .. } => w.shape().dims(),
             Self::Packed { packed, .. } => packed.dims(),
         }
     }

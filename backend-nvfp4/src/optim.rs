@@ -1,5 +1,6 @@
 //! The forms in which AdamW keeps a tensor: its master weight and its two moments.
 
+use crate::held_codes::HeldPrimitive;
 use burn::tensor::{
     DType, Int, Shape, Tensor, TensorData,
     backend::Backend,
@@ -110,6 +111,8 @@ pub struct AdamwState<B: Backend> {
     pub v: Moment<B>,
     /// The lower bits of a master weight of the form [`Master::Residual`], U8 `[len]`.
     pub residual: Option<IntTensor<B>>,
+    /// The codes of a master weight, which a step replaces by those of the new weight. Only a step that is to leave codes has them.
+    pub codes: Option<HeldPrimitive<B>>,
 }
 
 /// One moment of one tensor.
@@ -152,7 +155,7 @@ impl<B: Backend> AdamwState<B> {
                 Moment::Quantized { codes, absmax: absmax(), table: floats::<B>(table, device), search }
             }
         };
-        Self { kind, m: moment(true), v: moment(false), residual: None }
+        Self { kind, m: moment(true), v: moment(false), residual: None, codes: None }
     }
 
     /// The same moments with a residual for `len` values that says that the weight is exactly its bf16 value.

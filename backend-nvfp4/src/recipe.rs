@@ -201,6 +201,11 @@ impl LinearSpec {
         QuantizeSpec { scaling: self.scaling, block: self.block, rounding: Rounding::Nearest }
     }
 
+    /// How the weight of a layer is quantized, if it is, and by itself.
+    pub fn codes_of_one(&self) -> Option<QuantizeSpec> {
+        (self.recipe.packs_weights() && !self.shares_scale).then(|| self.weights())
+    }
+
     /// How output gradients are quantized, for wgrad or for dgrad.
     pub(crate) fn gradients(&self, parts: Nvfp4Parts, wgrad: bool) -> QuantizeSpec {
         let stream = Stream { stream: self.stream.stream + u32::from(wgrad), ..self.stream };

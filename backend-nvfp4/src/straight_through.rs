@@ -58,15 +58,18 @@ fn weights<B: Nvfp4Kernels>(layers: Vec<LinearLayer<B>>, spec: LinearSpec) -> Ve
     let mut together = vec![];
     if packs && spec.shares_scale {
         let dense = |layer: &LinearLayer<B>| match &layer.weight {
-            LayerWeight::Dense(w) => Some(w.clone()),
+            LayerWeight::Dense(w) | LayerWeight::Held { values: w, .. } => Some(w.clone()),
             LayerWeight::Packed { .. } => None,
         };
         together = B::nvfp4_quantize_together(layers.iter().filter_map(dense).collect(), spec.weights());
     }
     let mut together = together.into_iter();
     let weight = |layer: LinearLayer<B>| match layer.weight {
-        LayerWeight::Dense(w) if !packs => Operand::Dense(cast::<B>(w, spec.precision.dtype())),
-        LayerWeight::Dense(w) => {
+        LayerWeight::Held { codes, .. } if spec.codes_of_one() == Some(codes.spec) => Operand::Packed(codes.packed),
+        LayerWeight::Dense(w) | LayerWeight::Held { values: w, .. } if !packs => {
+            Operand::Dense(cast::<B>(w, spec.precision.dtype()))
+        }
+        LayerWeight::Dense(w) | LayerWeight::Held { values: w, .. } => {
             Operand::Packed(together.next().unwrap_or_else(|| B::nvfp4_quantize(w, spec.weights())))
         }
         LayerWeight::Packed { packed, .. } => Operand::Packed(packed),

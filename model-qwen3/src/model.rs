@@ -14,8 +14,8 @@ use crate::{
     rope::rotary,
 };
 use backend_nvfp4::{
-    Activations, AttentionSpec, CacheFormat, Documents, LinearSpec, Nvfp4Backend, Nvfp4Kernels, Nvfp4Linear, Recipe,
-    Rotary, Stream, cached_attention, linears, ops, prompt_attention,
+    Activations, AttentionSpec, CacheFormat, Documents, LinearSpec, Nvfp4Backend, Nvfp4Kernels, Nvfp4Linear,
+    QuantizeSpec, Recipe, Rotary, Stream, cached_attention, linears, ops, prompt_attention,
 };
 use burn::{
     module::{Module, Param},
@@ -273,7 +273,7 @@ impl<B: Nvfp4Backend> Qwen3<B> {
         let weight = match &self.lm_head {
             None => &self.embed_tokens,
             Some(Nvfp4Linear::Dense(weight)) => weight,
-            Some(Nvfp4Linear::Master(weight)) if !self.info.spec.recipe.packs_weights() => weight,
+            Some(Nvfp4Linear::Master(head)) if !self.info.spec.recipe.packs_weights() => &head.weight,
             // A head that the recipe quantizes computes its logits like any other linear layer.
             Some(_) => return cross_entropy_sum(self.logits(h_MD), targets),
         };
@@ -302,6 +302,11 @@ impl<B: Nvfp4Backend> Qwen3<B> {
     /// The context of block `i`, with the random numbers and the recipe of that block.
     pub fn of_block(&self, ctx: &Context<B>, i: usize) -> Context<B> {
         Context { spec: self.spec_of_block(ctx.spec, i), block: i, ..ctx.clone() }
+    }
+
+    /// How each weight of block `i` is quantized by itself, if it is.
+    pub fn codes_of_block(&self, i: usize) -> Option<QuantizeSpec> {
+        self.spec_of_block(self.info.spec, i).codes_of_one()
     }
 
     /// The specification of block `i`.

@@ -8,6 +8,7 @@ use kernels_cubecl::{
     adamw::{self, Coding, Master},
     gradient,
     operands::PackedArgs,
+    quantize::{self, BlockShape},
 };
 
 const MASTERS: [Master; 4] = [Master::Exact, Master::Residual, Master::Stochastic, Master::Nearest];
@@ -46,7 +47,12 @@ pub(super) fn optimizer(zeros: &Zeros, n: usize) -> Result<(), KernelError> {
             }
             for coding in if len % 16 == 0 { &CODINGS[..] } else { &CODINGS[..1] } {
                 let moments = [state(*coding, true), state(*coding, false)];
-                adamw::adamw_quantized(client, dense(), judged(dtype), moments, *coding, some_step, chunk)?;
+                adamw::adamw_quantized(client, dense(), judged(dtype), moments, *coding, None, some_step, chunk)?;
+            }
+            if len % 16 == 0 && master != Master::Exact {
+                for (rows, cols, block) in [(1, len, BlockShape::Row), (16, 256, BlockShape::Square)] {
+                    leave_codes(zeros, [rows, cols], block, master)?;
+                }
             }
         }
         if len % 16 == 0 {
@@ -66,4 +72,34 @@ pub(super) fn optimizer(zeros: &Zeros, n: usize) -> Result<(), KernelError> {
         gradient::accumulate(client, grad(dtype), grad(F32))?;
     }
     Ok(())
+}
+
+/// A step that leaves codes, and the quantizer that follows it.
+fn leave_codes(zeros: &Zeros, [rows, cols]: [usize; 2], block: BlockShape, master: Master) -> Result<(), KernelError> {
+    let Zeros { client, dtype, .. } = *zeros;
+    // On a device without planes of 32 units, there are none in 16x16 blocks.
+    let Some(maxima) = adamw::maxima_len(client, rows, cols, block) else { return Ok(()) };
+    let len = rows * cols;
+    let factors = || zeros.floats(quantize::AMAX_LEN);
+    for coding in CODINGS {
+        let state = |signed: bool| adamw::StateArgs {
+            codes: zeros.updated(len * coding.bits() / 8, 1),
+            absmax: zeros.updated(len.div_ceil(adamw::STATE_BLOCK), 4),
+            table: zeros.floats(1 << coding.bits()),
+            search: zeros.sized(coding.search(signed).len(), 4),
+        };
+        let dense = adamw::DenseArgs {
+            w: zeros.updated(len, dtype.size()),
+            dtype,
+            residual: (master == Master::Residual).then(|| zeros.updated(len, 1)),
+            master,
+        };
+        let judged = adamw::JudgedArgs { values: zeros.floats(len), dtype: F32, verdict: zeros.floats(1) };
+        let (packed, maxima) = (zeros.packed(rows, cols), zeros.floats(maxima));
+        let codes = Some(adamw::CodesArgs { packed, held: factors(), maxima, block });
+        let (moments, chunk) = ([state(true), state(false)], adamw::Chunk { start: 0, end: len });
+        adamw::adamw_quantized(client, dense, judged, moments, coding, codes, step(1, 1e-4, 1), chunk)?;
+    }
+    let x = zeros.sized(len, dtype.size());
+    quantize::renew(client, x, dtype, factors(), factors(), zeros.packed(rows, cols), block)
 }

@@ -9,6 +9,7 @@ pub use training::TrainingBackend;
 
 use crate::{
     attention::{AttentionSpec, Documents, Rotary},
+    held_codes::HeldPrimitive,
     kernels::{AttentionSaved, HeadGradients, Nvfp4Kernels},
     ops::{Activations, LayerWeight, LinearLayer, Nvfp4Backend},
     recipe::{LinearSpec, Precision},
@@ -37,6 +38,10 @@ impl<B: Nvfp4Kernels, Strategy: CheckpointStrategy> Nvfp4Backend for Autodiff<B,
         for LinearLayer { weight, spec } in layers {
             let (weight, parent) = match weight {
                 LayerWeight::Dense(w) => (LayerWeight::Dense(w.primitive.clone()), Some(w)),
+                LayerWeight::Held { values, codes: HeldPrimitive { packed, amax, spec } } => {
+                    let codes = HeldPrimitive { packed, amax, spec };
+                    (LayerWeight::Held { values: values.primitive.clone(), codes }, Some(values))
+                }
                 LayerWeight::Packed { packed, gradient } => (LayerWeight::Packed { packed, gradient: None }, gradient),
             };
             // A weight that is not trained stands in the graph as a leaf without gradient.

@@ -2,20 +2,23 @@
 //! in place; one that is held elsewhere, as the undo copy of a step holds it, stays as it is, and a new one is written.
 
 use super::{
-    launch::{arg, launched},
+    activations::coded,
+    launch::{arg, dims, empty, launched, writable},
     packed_cube::PackedCube,
 };
 use crate::{
+    held_codes::HeldPrimitive,
     optim::{AdamwState, Judged, Moment, StateKind},
     packed::Packed,
 };
-use burn::tensor::{TensorMetadata, backend::Backend};
+use burn::tensor::{DType, TensorMetadata, backend::Backend};
 use burn_cubecl::{
     CubeRuntime, kernel::into_contiguous, ops::numeric::empty_device_contiguous_dtype, tensor::CubeTensor,
 };
 use kernels_cubecl::{
-    adamw::{self, AdamwStep, Chunk, DenseArgs, JudgedArgs, Master, StateArgs},
+    adamw::{self, AdamwStep, Chunk, CodesArgs, DenseArgs, JudgedArgs, Master, StateArgs},
     operands::PackedArgs,
+    quantize::{self, QuantizeSpec, Rounding, Scaling, View},
 };
 
 /// See [`Nvfp4Kernels::adamw`](crate::Nvfp4Kernels::adamw).
@@ -23,7 +26,7 @@ pub(super) fn dense<B, R>(
     w: CubeTensor<R>,
     form: Master,
     grad: Judged<B>,
-    state: AdamwState<B>,
+    mut state: AdamwState<B>,
     step: AdamwStep,
     chunk: usize,
 ) -> (CubeTensor<R>, AdamwState<B>)
@@ -31,6 +34,8 @@ where
     R: CubeRuntime,
     B: Backend<FloatTensorPrimitive = CubeTensor<R>, IntTensorPrimitive = CubeTensor<R>>,
 {
+    let left =
+        state.codes.take().and_then(|codes| LeftCodes::of(codes, state.kind, grad.gradient.meta.num_elements(), chunk));
     let (w, grad, state) = (UpdatedTensor::of(w), contiguous(grad), UpdatedState::of(state));
     let client = grad.gradient.client.clone();
     for chunk in chunks(grad.gradient.meta.num_elements(), chunk) {
@@ -43,10 +48,83 @@ where
                 let states = (m.values.new.dtype.into(), state.kind == StateKind::Bf16);
                 adamw::adamw_float(&client, args, gradient, [m.values.args(), v.values.args()], states, step, chunk)
             }
-            Some(coding) => adamw::adamw_quantized(&client, args, gradient, state.quantized(), coding, step, chunk),
+            Some(coding) => {
+                let codes = left.as_ref().map(LeftCodes::args);
+                adamw::adamw_quantized(&client, args, gradient, state.quantized(), coding, codes, step, chunk)
+            }
         });
     }
-    (w.new, state.into_new())
+    let codes = left.map(|left| left.of_new(&w.new));
+    (w.new, AdamwState { codes, ..state.into_new() })
+}
+
+/// See [`Nvfp4Kernels::nvfp4_held`](crate::Nvfp4Kernels::nvfp4_held).
+pub(super) fn held<B, R>(w: CubeTensor<R>, kind: StateKind, spec: QuantizeSpec) -> Option<HeldPrimitive<B>>
+where
+    R: CubeRuntime,
+    B: Backend<FloatTensorPrimitive = CubeTensor<R>, IntTensorPrimitive = CubeTensor<R>>,
+{
+    let [rows, cols] = dims(&w);
+    maxima_len(&w, kind, [rows, cols], spec)?;
+    let w = into_contiguous(w);
+    let amax = empty(&w, [quantize::AMAX_LEN], DType::U32);
+    launched(quantize::amax(&w.client, arg(&w), w.dtype.into(), 1.0, arg(&amax)));
+    Some(HeldPrimitive { packed: coded(&w, amax.clone(), View::row_major(rows, cols), spec, false), amax, spec })
+}
+
+/// The number of partial maxima that a step on the device of `like` leaves with codes. `None` if it leaves none.
+fn maxima_len<R: CubeRuntime>(
+    like: &CubeTensor<R>,
+    kind: StateKind,
+    [rows, cols]: [usize; 2],
+    spec: QuantizeSpec,
+) -> Option<usize> {
+    kind.coding()?;
+    let nearest = spec.scaling == Scaling::Two && spec.rounding == Rounding::Nearest;
+    nearest.then(|| adamw::maxima_len(&like.client, rows, cols, spec.block)).flatten()
+}
+
+/// The codes that a step over a whole matrix leaves.
+struct LeftCodes<R: CubeRuntime> {
+    packed: PackedCube<R>,
+    held: CubeTensor<R>,
+    maxima: CubeTensor<R>,
+    spec: QuantizeSpec,
+}
+
+impl<R: CubeRuntime> LeftCodes<R> {
+    /// Codes in the place of those of the weight before the step. `None` if the step cannot leave any.
+    fn of<B>(codes: HeldPrimitive<B>, kind: StateKind, len: usize, chunk: usize) -> Option<Self>
+    where
+        B: Backend<IntTensorPrimitive = CubeTensor<R>>,
+    {
+        let HeldPrimitive { packed, amax: held, spec } = codes;
+        if chunk < len {
+            return None;
+        }
+        let maxima = empty(&held, [maxima_len(&held, kind, packed.dims(), spec)?], DType::F32);
+        // The tensor scale is written only if it changes.
+        let (codes, scales) = (UpdatedTensor::of(packed.codes).new, UpdatedTensor::of(packed.scales).new);
+        let packed = Packed { codes, scales, global: writable(packed.global) };
+        Some(Self { packed, held, maxima, spec })
+    }
+
+    fn args(&self) -> CodesArgs<R> {
+        let (packed, held, maxima) = (self.packed.args(), arg(&self.held), arg(&self.maxima));
+        CodesArgs { packed, held, maxima, block: self.spec.block }
+    }
+
+    /// The codes once the step has written the weight `w`: it is quantized again if its largest magnitude is a new one.
+    fn of_new<B>(self, w: &CubeTensor<R>) -> HeldPrimitive<B>
+    where
+        B: Backend<IntTensorPrimitive = CubeTensor<R>>,
+    {
+        let Self { packed, held, maxima, spec } = self;
+        let (client, dtype, amax) = (&w.client, w.dtype.into(), empty(&held, [quantize::AMAX_LEN], DType::U32));
+        launched(quantize::amax_of_maxima(client, arg(&maxima), 1.0, arg(&amax)));
+        launched(quantize::renew(client, arg(w), dtype, arg(&amax), arg(&held), packed.args(), spec.block));
+        HeldPrimitive { packed, amax, spec }
+    }
 }
 
 /// See [`Nvfp4Kernels::adamw_packed`](crate::Nvfp4Kernels::adamw_packed).
@@ -166,6 +244,6 @@ impl<R: CubeRuntime> UpdatedState<R> {
                 Moment::Quantized { codes: moment.values.new, absmax: absmax.new, table, search }
             }
         });
-        AdamwState { kind: self.kind, m, v, residual: self.residual.map(|residual| residual.new) }
+        AdamwState { kind: self.kind, m, v, residual: self.residual.map(|residual| residual.new), codes: None }
     }
 }

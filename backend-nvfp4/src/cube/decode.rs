@@ -73,7 +73,7 @@ impl<R: CubeRuntime> Group<R> {
     {
         let weights = block.layers.each_ref().map(|layer| match &layer.weight {
             LayerWeight::Packed { packed, .. } => Weight::Packed(packed.args()),
-            LayerWeight::Dense(w) => Weight::Dense(arg(w)),
+            LayerWeight::Dense(w) | LayerWeight::Held { values: w, .. } => Weight::Dense(arg(w)),
         });
         let contiguous = |x: &CubeTensor<R>| arg(&into_contiguous(x.clone()));
         let y = empty(&x, dims(&x), x.dtype);
@@ -131,9 +131,12 @@ where
     let of_layer = |layer: &LinearLayer<B>| {
         let packed = match &layer.weight {
             LayerWeight::Packed { .. } => true,
-            LayerWeight::Dense(w) if layer.spec.recipe.packs_weights() || w.dtype != DType::BF16 => return None,
-            LayerWeight::Dense(w) if !w.is_contiguous() => return None,
-            LayerWeight::Dense(_) => false,
+            LayerWeight::Dense(w) | LayerWeight::Held { values: w, .. } => {
+                if layer.spec.recipe.packs_weights() || w.dtype != DType::BF16 || !w.is_contiguous() {
+                    return None;
+                }
+                false
+            }
         };
         let rounded = match layer.spec.activation_scale {
             _ if !layer.spec.recipe.packs_activations() => ActivationRounding::Not,

@@ -28,9 +28,10 @@ use crate::{
     draw::{Draw, Penalty},
     error::Nvfp4Error,
     gradient::Gradient,
+    held_codes::HeldPrimitive,
     kernels::{AttentionSaved, HeadLoss, HeadWeightGradient, Nvfp4Kernels},
     ops::{Activations, LinearLayer, Nvfp4Backend},
-    optim::{AdamwState, Judged},
+    optim::{AdamwState, Judged, StateKind},
     packed::{Nvfp4Primitive, Operand},
     recipe::{GivenScale, LinearSpec, Precision},
     reference::MASTER_ROOM,
@@ -412,6 +413,10 @@ where
         chunk: usize,
     ) -> (FloatTensor<Self>, AdamwState<Self>) {
         adamw::dense(w, form, grad, state, step, chunk)
+    }
+
+    fn nvfp4_held(w: FloatTensor<Self>, kind: StateKind, spec: QuantizeSpec) -> Option<HeldPrimitive<Self>> {
+        adamw::held(w, kind, spec)
     }
 
     fn adamw_packed(

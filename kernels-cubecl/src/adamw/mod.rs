@@ -25,6 +25,8 @@
 //! | [`Master::Residual`] | bf16, and eight more bits in a byte of their own |
 //! | [`Master::Stochastic`], [`Master::Nearest`] | bf16 |
 //! | NVFP4 ([`adamw_packed()`]) | codes, rounded stochastically; a block keeps its scale while its values fit |
+//!
+//! A step of a dense master weight with quantized moments can leave the weight's NVFP4 codes besides ([`CodesArgs`]).
 
 use crate::{
     device::sequence,
@@ -33,12 +35,14 @@ use crate::{
 };
 use cubecl::prelude::*;
 
+mod codes;
 mod float;
 mod moments;
 mod nvfp4_master;
 mod quantized;
 mod table;
 
+pub use codes::{CodesArgs, maxima_len};
 pub use float::adamw_float;
 pub use moments::{STATE_BLOCK, StateArgs};
 pub use nvfp4_master::adamw_packed;

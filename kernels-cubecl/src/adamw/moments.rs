@@ -11,7 +11,9 @@ use super::{
 };
 use crate::{
     device::{spread, vector_size},
-    error::{KernelError, expect_len, expect_multiple},
+    error::{KernelError, expect_len, expect_multiple, index},
+    layout::BLOCK,
+    quantize::BlockShape,
     reduce::cube_maxima,
 };
 use cubecl::{
@@ -93,6 +95,8 @@ pub(super) struct Blocks {
     pub(super) start: u32,
     pub(super) end: u32,
     pub(super) turns: u32,
+    /// Blocks in a row of the matrix, if a cube takes those of 16 rows; else 1.
+    pub(super) across: u32,
 }
 
 /// How a launch divides its blocks.
@@ -100,7 +104,9 @@ pub(super) struct Blocks {
 pub(super) struct Division {
     pub(super) cubes: CubeDivision,
     /// How often a cube takes blocks, with the tables that it has loaded once.
-    pub(super) turns: usize,
+    turns: usize,
+    /// As [`Blocks::across`].
+    across: usize,
 }
 
 /// How a cube divides its blocks: this is compiled into a kernel.
@@ -111,23 +117,78 @@ pub(super) struct CubeDivision {
     /// Blocks that a cube takes at a time. Where a plane has as many units as a block, each plane of a cube takes one by itself;
     /// elsewhere the cube has one.
     pub(super) at_once: usize,
+    /// Whether the blocks of a cube lie below each other, in 16 rows of a matrix. Otherwise they are neighbors in memory.
+    pub(super) tiles: bool,
+}
+
+impl CubeDivision {
+    /// Units that share a block of moments.
+    pub(super) const fn units(self) -> u32 {
+        (STATE_BLOCK / self.width) as u32
+    }
 }
 
 impl Division {
     /// Divides a chunk among units that take `width` values of a block each. A large tensor has 32,768 planes, or 8,192 cubes.
     pub(super) fn new<R: Runtime>(client: &ComputeClient<R>, chunk: Chunk, width: usize) -> Self {
-        let hardware = &client.properties().hardware;
-        let planes = [hardware.plane_size_min, hardware.plane_size_max] == [(STATE_BLOCK / width) as u32; 2];
+        let planes = planes_take_blocks(client, width);
         let (at_once, launched) = if planes { (8, 32_768) } else { (1, 8192) };
-        Self { cubes: CubeDivision { width, at_once }, turns: (blocks_of(chunk) / launched).max(4) }
+        let turns = (blocks_of(chunk) / launched).max(4);
+        Self { cubes: CubeDivision { width, at_once, tiles: false }, turns, across: 1 }
+    }
+
+    /// The same for a whole matrix whose codes, in blocks of this shape, are left. `None` if that is not possible.
+    pub(super) fn of_codes<R: Runtime>(
+        client: &ComputeClient<R>,
+        rows: usize,
+        cols: usize,
+        block: BlockShape,
+    ) -> Option<Self> {
+        const WIDTH: usize = 8;
+        let fits = rows > 0 && cols > 0 && cols.is_multiple_of(BLOCK);
+        let division = Self::new(client, Chunk { start: 0, end: rows * cols }, WIDTH);
+        match block {
+            BlockShape::Row => fits.then_some(division),
+            BlockShape::Square => {
+                let suits = rows.is_multiple_of(BLOCK) && cols.is_multiple_of(STATE_BLOCK);
+                let cubes = CubeDivision { width: WIDTH, at_once: BLOCK, tiles: true };
+                let across = cols / STATE_BLOCK;
+                (fits && suits && planes_take_blocks(client, WIDTH)).then_some(Self { cubes, across, ..division })
+            }
+        }
     }
 
     /// Cubes and units.
     pub(super) fn launch(self, chunk: Chunk) -> (CubeCount, CubeDim) {
-        let CubeDivision { width, at_once } = self.cubes;
-        let cubes = spread(blocks_of(chunk).div_ceil(self.turns * at_once));
-        (cubes, CubeDim::new_1d((STATE_BLOCK / width * at_once) as u32))
+        let units = self.cubes.units() as usize * self.cubes.at_once;
+        (spread(self.count(chunk)), CubeDim::new_1d(units as u32))
     }
+
+    /// Planes that take blocks, or cubes where a block has one.
+    pub(super) fn planes(self, chunk: Chunk) -> usize {
+        self.count(chunk) * self.cubes.at_once
+    }
+
+    /// Cubes that take blocks.
+    fn count(self, chunk: Chunk) -> usize {
+        blocks_of(chunk).div_ceil(self.turns * self.cubes.at_once)
+    }
+
+    /// The blocks of `chunk` as the kernel `name` takes them.
+    pub(super) fn blocks<R: Runtime>(self, name: &'static str, chunk: Chunk) -> Result<BlocksLaunch<R>, KernelError> {
+        Ok(BlocksLaunch::new(
+            index(name, "chunk start", chunk.start)?,
+            index(name, "chunk end", chunk.end)?,
+            self.turns as u32,
+            self.across as u32,
+        ))
+    }
+}
+
+/// Whether a plane has as many units as a block needs, if each takes `width` values.
+fn planes_take_blocks<R: Runtime>(client: &ComputeClient<R>, width: usize) -> bool {
+    let hardware = &client.properties().hardware;
+    [hardware.plane_size_min, hardware.plane_size_max] == [(STATE_BLOCK / width) as u32; 2]
 }
 
 fn blocks_of(chunk: Chunk) -> usize {
@@ -142,9 +203,14 @@ pub(super) fn codes_at_once<R: Runtime>(client: &ComputeClient<R>, coding: Codin
 /// The block that a unit takes in a turn of its cube, counted from the chunk's start, and the unit's number in the block.
 #[cube]
 pub(super) fn block_of_turn(turn: u32, range: &Blocks, #[comptime] cubes: CubeDivision) -> (u32, u32) {
-    let cube = CUBE_POS_Y * CUBE_COUNT_X + CUBE_POS_X;
-    let units = comptime!((STATE_BLOCK / cubes.width) as u32);
-    let block = (cube * range.turns + turn) * comptime!(cubes.at_once as u32) + UNIT_POS / units;
+    let units = comptime!(cubes.units());
+    let turn = (CUBE_POS_Y * CUBE_COUNT_X + CUBE_POS_X) * range.turns + turn;
+    let own = UNIT_POS / units;
+    let block = if comptime!(cubes.tiles) {
+        (turn / range.across * comptime!(cubes.at_once as u32) + own) * range.across + turn % range.across
+    } else {
+        turn * comptime!(cubes.at_once as u32) + own
+    };
     (block, UNIT_POS % units)
 }
 

@@ -11,8 +11,8 @@
 use super::{
     AdamwStep, Buffers, Chunk, JudgedArgs, Scalars, Updated,
     moments::{
-        Blocks, BlocksLaunch, CubeDivision, Division, MomentBuffers, STATE_BLOCK, StateArgs, Tables, block_absmax,
-        block_of_turn, check, codes_at_once, decoded, loaded_tables, read, store,
+        Blocks, CubeDivision, Division, MomentBuffers, STATE_BLOCK, StateArgs, Tables, block_absmax, block_of_turn,
+        check, codes_at_once, decoded, loaded_tables, read, store,
     },
     scalars, stepped,
     table::Coding,
@@ -20,7 +20,7 @@ use super::{
 use crate::{
     codec::{e2m1_bounded, e2m1_decode, e2m1_word, e4m3_decode, e4m3_scale},
     device::{bit_casts, quick_division, vector_size},
-    error::{KernelError, expect_blocks, expect_len, index},
+    error::{KernelError, expect_blocks, expect_len},
     layout::{code_of, scale_index, scales_per_row, word_index, words_per_row},
     operands::PackedArgs,
     rng::{Cipher, cipher, philox},
@@ -70,11 +70,7 @@ pub fn adamw_packed<R: Runtime>(
             m,
             v,
             tables,
-            BlocksLaunch::new(
-                index(NAME, "chunk start", chunk.start)?,
-                index(NAME, "chunk end", chunk.end)?,
-                division.turns as u32,
-            ),
+            division.blocks(NAME, chunk)?,
             scalars(&step),
             cipher(step.stream),
             (coding, division.cubes),

@@ -4,39 +4,43 @@
 //!     for each value { decode m and v; step; w = round(w) }
 //!     absmax of m, absmax of root(v)
 //!     for each value { encode m and root(v) }
+//!     if wanted, codes of the new weight, in blocks of 16 values or of 16x16 (`codes.rs`)
 //! }                                                                                     // the plain loop
 //! ```
 //! A plane, or a cube where planes have another size, takes a block at a time, because it needs the block's new maxima before it
 //! encodes. A unit takes eight values, or four, or one, as the lengths allow.
 
 use super::{
-    AdamwStep, Chunk, DenseArgs, DenseBuffers, JudgedArgs, Master, Scalars, draw_of_eight, loaded,
+    AdamwStep, Chunk, DenseArgs, DenseBuffers, JudgedArgs, Master, Scalars,
+    codes::{CodesArgs, CodesBuffers, leave_codes, leave_maximum},
+    draw_of_eight, loaded,
     moments::{
-        Blocks, BlocksLaunch, CubeDivision, Division, MomentBuffers, STATE_BLOCK, StateArgs, Tables, block_absmax,
-        block_of_turn, check, codes_at_once, decoded, loaded_tables, read, store,
+        Blocks, CubeDivision, Division, MomentBuffers, STATE_BLOCK, StateArgs, Tables, block_absmax, block_of_turn,
+        check, codes_at_once, decoded, loaded_tables, read, store,
     },
     rounded, scalars, stepped, stored_residual, stored_weight,
     table::Coding,
     vectors_of_unit,
 };
 use crate::{
-    device::{bit_casts, quick_division, vector_size},
-    error::{KernelError, index},
+    device::{bit_casts, quick_division, sequence, vector_size},
+    error::KernelError,
     rng::{Cipher, cipher, philox},
 };
 use cubecl::prelude::*;
 
 /// The same as [`super::adamw_float()`] with quantized moments. `chunk.start` is a multiple of 256; with
-/// [`Coding::Nibbles`] the length is a multiple of 4.
+/// [`Coding::Nibbles`] the length is a multiple of 4. With `codes`, the weight is a matrix, and the chunk is the whole of it.
 ///
 /// # Errors
-/// If the buffers do not fit or the chunk does not start at a block.
+/// If the buffers do not fit, the chunk does not start at a block, or the kernel cannot leave such codes.
 pub fn adamw_quantized<R: Runtime>(
     client: &ComputeClient<R>,
     w: DenseArgs<R>,
     grad: JudgedArgs<R>,
     moments: [StateArgs<R>; 2],
     coding: Coding,
+    codes: Option<CodesArgs<R>>,
     step: AdamwStep,
     chunk: Chunk,
 ) -> Result<(), KernelError> {
@@ -47,7 +51,10 @@ pub fn adamw_quantized<R: Runtime>(
     check(NAME, &grad.values, moments.each_ref(), coding, len, chunk)?;
     let (vector, parts) = vectors_of_unit(len, chunk);
     let width = vector * parts;
-    let division = Division::new(client, chunk, width);
+    let division = match &codes {
+        Some(codes) => codes.division(client, NAME, len, chunk)?,
+        None => Division::new(client, chunk, width),
+    };
     let (count, dim) = division.launch(chunk);
     let (m, v, tables) = StateArgs::launch(moments);
     let (form, dtype) = (StepForm { master: w.master, coding, cubes: division.cubes }, w.dtype);
@@ -66,11 +73,8 @@ pub fn adamw_quantized<R: Runtime>(
             m,
             v,
             tables,
-            BlocksLaunch::new(
-                index(NAME, "chunk start", chunk.start)?,
-                index(NAME, "chunk end", chunk.end)?,
-                division.turns as u32,
-            ),
+            sequence(codes.map(CodesArgs::launch)),
+            division.blocks(NAME, chunk)?,
             scalars(&step),
             cipher(step.stream),
             form,
@@ -99,6 +103,7 @@ fn adamw_quantized_kernel<Weight: Float, Grad: Float, Weights: Size, Grads: Size
     m: &mut MomentBuffers<Vector<u8, Codes>>,
     v: &mut MomentBuffers<Vector<u8, Codes>>,
     tables: &Tables,
+    left: &mut Sequence<CodesBuffers>,
     range: Blocks,
     s: Scalars,
     cipher: &Cipher,
@@ -112,6 +117,8 @@ fn adamw_quantized_kernel<Weight: Float, Grad: Float, Weights: Size, Grads: Size
     let (in_weights, in_grads) = (Weights::value(), Grads::value());
     let (m_table, v_table) = loaded_tables(tables, coding);
     let allowed = verdict[0usize] == 0.0f32;
+    let leaves_codes = comptime!(left.len() == 1);
+    let mut largest_weight = 0.0f32;
     let blocks = (range.end - range.start).div_ceil(comptime!(STATE_BLOCK as u32));
     for turn in 0..range.turns {
         let (block, unit) = block_of_turn(turn, &range, cubes);
@@ -119,12 +126,11 @@ fn adamw_quantized_kernel<Weight: Float, Grad: Float, Weights: Size, Grads: Size
         if block < blocks {
             let first = range.start + block * comptime!(STATE_BLOCK as u32) + unit * comptime!(width as u32);
             let live = first < range.end && allowed;
-            let mut new_m = Array::<f32>::new(width);
-            let mut root = Array::<f32>::new(width);
+            let (mut new_m, mut root) = (zeros(width), zeros(width));
+            let mut new_w = Array::<Vector<Weight, Weights>>::new(comptime!(width / in_weights));
             #[unroll]
-            for i in 0..width {
-                new_m[i] = 0.0f32;
-                root[i] = 0.0f32;
+            for part in 0..comptime!(width / in_weights) {
+                new_w[part] = Vector::new(Weight::new(0.0));
             }
             if live {
                 let mut words = Array::<u32>::new(4usize);
@@ -163,6 +169,7 @@ fn adamw_quantized_kernel<Weight: Float, Grad: Float, Weights: Size, Grads: Size
                         root[lane] = new_root;
                     }
                     dense.w.new[at] = weight;
+                    new_w[part] = weight;
                     if comptime!(dense.residual.len() == 1) {
                         dense.residual.index_mut(0usize).new[at] = bytes;
                     }
@@ -173,6 +180,23 @@ fn adamw_quantized_kernel<Weight: Float, Grad: Float, Weights: Size, Grads: Size
                 store(m, &new_m, m_absmax, &m_table, first, width);
                 store(v, &root, v_absmax, &v_table, first, width);
             }
+            if comptime!(leaves_codes) {
+                let top = leave_codes(left.index_mut(0usize), &new_w, first, turn, live, cubes);
+                largest_weight = max(largest_weight, top);
+            }
         }
     }
+    if comptime!(leaves_codes) {
+        leave_maximum(left.index_mut(0usize), largest_weight, allowed, cubes);
+    }
+}
+
+#[cube]
+fn zeros(#[comptime] width: usize) -> Array<f32> {
+    let mut values = Array::<f32>::new(width);
+    #[unroll]
+    for i in 0..width {
+        values[i] = 0.0f32;
+    }
+    values
 }

@@ -9,6 +9,7 @@ use crate::{
     adamw::{self, AdamwStep, Coding, Master},
     gradient,
     operands::PackedArgs,
+    quantize::{self, BlockShape},
     rng::Stream,
 };
 use cubecl::prelude::*;
@@ -76,9 +77,11 @@ impl<'a, R: Runtime> Bench<'a, R> {
             let tables = tables(coding);
             self.row(show, name, shape.clone(), moved(n as f64 * bytes), |_| {
                 let moments = states(&tables, coding);
-                adamw::adamw_quantized(client, dense(master), grad(), moments, coding, SOME_STEP, chunk)
+                adamw::adamw_quantized(client, dense(master), grad(), moments, coding, None, SOME_STEP, chunk)
             })?;
         }
+        let of_8_bits = tables(Coding::Bytes);
+        self.with_codes(show, n, &grad, &|| states(&of_8_bits, Coding::Bytes))?;
         for (name, coding, bytes) in
             [("adamw nvfp4, 8-bit states", Coding::Bytes, 9.125), ("adamw nvfp4, 4-bit states", Coding::Nibbles, 7.125)]
         {
@@ -95,5 +98,43 @@ impl<'a, R: Runtime> Bench<'a, R> {
         self.row(show, "accumulate bf16 += f32", shape, moved(n as f64 * 8.0), |_| {
             gradient::accumulate(client, (self.arg(&w, n), BF16), (self.arg(&g, n), F32))
         })
+    }
+
+    /// The step that leaves codes, and what follows it: the largest magnitude of the weight, which is still the one of before.
+    fn with_codes(
+        &self,
+        show: &mut dyn FnMut(Row),
+        n: usize,
+        grad: &dyn Fn() -> adamw::JudgedArgs<R>,
+        states: &dyn Fn() -> [adamw::StateArgs<R>; 2],
+    ) -> Result<(), KernelError> {
+        let (client, rows, cols) = (self.client, n / 2560, 2560);
+        let [codes, scales, one, held, amax] = [n / 2, n / 16, 4, 12, 12].map(|len| self.bytes(len, 7));
+        let w = self.values(n);
+        for (name, block) in [("1x16", BlockShape::Row), ("16x16", BlockShape::Square)] {
+            let name = format!("adamw bf16, 8-bit, codes {name}");
+            let Some(len) = adamw::maxima_len(client, rows, cols, block) else { continue };
+            let maxima = self.bytes(len * 4, 8);
+            let packed = || self.packed([&codes, &scales, &one], rows, cols);
+            if name.contains(self.filter) {
+                quantize::amax(client, self.arg(&w, n), BF16, 1.0, self.arg(&held, 3))?;
+            }
+            let chunk = adamw::Chunk { start: 0, end: n };
+            self.row(show, &name, format!("{n}"), (Some(n as f64 * 12.5625), None), |_| {
+                let updated = adamw::Updated { old: self.arg(&w, n), new: self.arg(&w, n) };
+                let dense = adamw::DenseArgs { w: updated, dtype: BF16, residual: None, master: Master::Stochastic };
+                let (held, maxima) = (self.arg(&held, 3), self.arg(&maxima, len));
+                let codes = Some(adamw::CodesArgs { packed: packed(), held, maxima, block });
+                adamw::adamw_quantized(client, dense, grad(), states(), Coding::Bytes, codes, SOME_STEP, chunk)
+            })?;
+            self.row(show, &format!("{name}: amax"), format!("{n}"), (None, None), |_| {
+                quantize::amax_of_maxima(client, self.arg(&maxima, len), 1.0, self.arg(&amax, 3))
+            })?;
+            self.row(show, &format!("{name}: the same"), format!("{n}"), (None, None), |_| {
+                let (same, held) = (self.arg(&held, 3), self.arg(&held, 3));
+                quantize::renew(client, self.arg(&w, n), BF16, same, held, packed(), block)
+            })?;
+        }
+        Ok(())
     }
 }

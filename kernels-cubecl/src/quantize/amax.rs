@@ -10,7 +10,7 @@
 
 use super::{
     BlockShape, View,
-    tile::{DeviceView, QuantizeGrid, RowBlock, gap, load_rows, own, rotate_row},
+    tile::{DeviceView, QuantizeGrid, gap, load_rows, own, rotate_row},
 };
 use crate::{
     device::vector_size,
@@ -157,11 +157,11 @@ fn amax_rotated_kernel<F: Float, N: Size>(
     for line in 0..lines {
         let inside = row + comptime!(line as u32 * gap(along)) < place.rows && col < place.cols;
         if comptime!(both) && inside {
-            plain = max(plain, largest_of_row(rows.index(line)));
+            plain = max(plain, infinity_if_nan(rows.index(line).amax, rows.index(line).sum));
         }
         rotate_row(rows.index_mut(line));
         if inside {
-            amax = max(amax, largest_of_row(rows.index(line)));
+            amax = max(amax, infinity_if_nan(rows.index(line).amax, rows.index(line).sum));
         }
     }
     let cube = (CUBE_POS_Y * CUBE_COUNT_X + CUBE_POS_X) as usize;
@@ -179,12 +179,12 @@ fn amax_rotated_kernel<F: Float, N: Size>(
     }
 }
 
-/// The largest magnitude of a row; infinity if one of its values is NaN, and with it its sum. Bits are compared because Mesa's
-/// driver did not see every NaN in a comparison of the sum with itself.
+/// `amax`, or infinity if the values whose sum is `sum` are not all numbers. Bits are compared because Mesa's driver did not see every
+/// NaN in a comparison of the sum with itself.
 #[cube]
-fn largest_of_row(row: &RowBlock) -> f32 {
-    let is_nan = u32::reinterpret(row.sum) & 0x7FFF_FFFFu32 > 0x7F80_0000u32;
-    f32::reinterpret(select(is_nan, 0x7F80_0000u32, u32::reinterpret(row.amax)))
+pub(crate) fn infinity_if_nan(amax: f32, sum: f32) -> f32 {
+    let is_nan = u32::reinterpret(sum) & 0x7FFF_FFFFu32 > 0x7F80_0000u32;
+    f32::reinterpret(select(is_nan, 0x7F80_0000u32, u32::reinterpret(amax)))
 }
 
 /// The first of two cubes reduces the first half of the maxima, the second the second.

@@ -41,6 +41,7 @@ mod rows;
 mod spec;
 mod tile;
 
+pub(crate) use amax::infinity_if_nan;
 pub use amax::{AMAX_LEN, amax, amax_of_maxima, amax_rotated, amax_together};
 pub use rows::rounded_rows;
 pub use spec::{BlockShape, QuantizeSpec, Rounding, Scaling};
@@ -74,6 +75,40 @@ pub fn quantize<R: Runtime>(
     x: ArrayArg<R>,
     dtype: StorageType,
     amax: ArrayArg<R>,
+    out: QuantizeOutput<R>,
+    view: View,
+    spec: QuantizeSpec,
+    rotated: bool,
+) -> Result<(), KernelError> {
+    launch(client, x, dtype, (amax, None), out, view, spec, rotated)
+}
+
+/// Quantizes `x` (float of type `dtype`, row-major) into `out` again, unless its largest magnitude is still the one of `held`, to the bit.
+/// Both `amax` and `held` (f32, 3) come from [`amax()`]. Rounding is to nearest, and there are two levels of scales.
+///
+/// # Errors
+/// As [`quantize()`].
+pub fn renew<R: Runtime>(
+    client: &ComputeClient<R>,
+    x: ArrayArg<R>,
+    dtype: StorageType,
+    amax: ArrayArg<R>,
+    held: ArrayArg<R>,
+    out: PackedArgs<R>,
+    block: BlockShape,
+) -> Result<(), KernelError> {
+    expect_len("quantize", "held", held.size(), AMAX_LEN)?;
+    let view = View::row_major(out.rows, out.cols);
+    let spec = QuantizeSpec { scaling: Scaling::Two, block, rounding: Rounding::Nearest };
+    launch(client, x, dtype, (amax, Some(held)), QuantizeOutput::Packed(out), view, spec, false)
+}
+
+#[allow(clippy::too_many_arguments, reason = "a launch takes its buffers one by one")]
+fn launch<R: Runtime>(
+    client: &ComputeClient<R>,
+    x: ArrayArg<R>,
+    dtype: StorageType,
+    (amax, held): (ArrayArg<R>, Option<ArrayArg<R>>),
     out: QuantizeOutput<R>,
     view: View,
     spec: QuantizeSpec,
@@ -122,6 +157,7 @@ pub fn quantize<R: Runtime>(
             vector_size(client, dtype, 8),
             x,
             amax,
+            sequence(held),
             sequence(codes),
             sequence(scales),
             sequence(values),
@@ -147,6 +183,7 @@ pub fn quantize<R: Runtime>(
 fn quantize_kernel<F: Float, N: Size, Width: Size>(
     x: &Array<Vector<F, N>>,
     amax: &Array<f32>,
+    held: &Sequence<Array<f32>>,
     codes: &mut Sequence<Array<Vector<u32, Const<2>>>>,
     scales: &mut Sequence<Array<u8>>,
     values: &mut Sequence<Array<Vector<F, Width>>>,
@@ -163,6 +200,12 @@ fn quantize_kernel<F: Float, N: Size, Width: Size>(
     #[comptime] bf16: bool,
     #[define(F)] _dtype: StorageType,
 ) {
+    if comptime!(held.len() == 1) {
+        // The whole launch agrees.
+        if u32::reinterpret(held.index(0usize)[0]) == u32::reinterpret(amax[0]) {
+            terminate!();
+        }
+    }
     let (row, col) = own(along, lines);
     let mut rows = load_rows::<F, N>(x, row, col, place, along, lines);
     if comptime!(rotated) {
@@ -284,9 +327,10 @@ fn scale_of(block_amax: f32, amax: &Array<f32>, #[comptime] two_level: bool) -> 
 
 /// The same for two levels, where the tensor scale gives `sixth = full / 6` and `inverse = 1 / full`.
 #[cube]
-fn two_level_scale(block_amax: f32, sixth: f32, inverse: f32) -> (u32, f32) {
+pub(crate) fn two_level_scale(block_amax: f32, sixth: f32, inverse: f32) -> (u32, f32) {
     let (byte, value) = e4m3_scale(min(block_amax * sixth, 448.0f32));
-    (byte, min(1.0f32 / (value * inverse), 3.402_823_5e38f32))
+    // A reciprocal is rounded correctly, also in a kernel whose divisions are quick.
+    (byte, min((value * inverse).recip(), 3.402_823_5e38f32))
 }
 
 /// Encodes the values of a row times `encode`; `amax` is the largest magnitude of their block.
@@ -298,21 +342,29 @@ fn encoded(
     random: &Array<u32>,
     #[comptime] stochastic: bool,
 ) -> Vector<u32, Const<2>> {
-    let mut scaled = Array::<f32>::new(16usize);
-    #[unroll]
-    for i in 0..16usize {
-        scaled[i] = row.values[i] * encode;
-    }
-    // A product can be too large, or NaN, only if one of these conditions fails.
-    let small = amax * encode < 7.0f32 && row.sum.abs() < 3.0e38f32;
-    if !small {
-        #[unroll]
-        for i in 0..16usize {
-            scaled[i] = e2m1_bounded(scaled[i]);
-        }
-    }
+    let scaled = for_codes(&row.values, row.sum, amax, encode, 16usize);
     let mut words = Vector::<u32, Const<2>>::empty();
     words[0] = e2m1_word(&scaled, 0usize, random, 4usize, stochastic);
     words[1] = e2m1_word(&scaled, 8usize, random, 4usize, stochastic);
     words
+}
+
+/// `count` values times `encode`, in the range that has codes. `amax` is the largest magnitude of their block; `sum` is finite only
+/// if they are.
+#[cube]
+pub(crate) fn for_codes(values: &Array<f32>, sum: f32, amax: f32, encode: f32, #[comptime] count: usize) -> Array<f32> {
+    let mut scaled = Array::<f32>::new(count);
+    #[unroll]
+    for i in 0..count {
+        scaled[i] = values[i] * encode;
+    }
+    // A product can be too large, or NaN, only if one of these conditions fails.
+    let small = amax * encode < 7.0f32 && sum.abs() < 3.0e38f32;
+    if !small {
+        #[unroll]
+        for i in 0..count {
+            scaled[i] = e2m1_bounded(scaled[i]);
+        }
+    }
+    scaled
 }

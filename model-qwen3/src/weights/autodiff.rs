@@ -2,7 +2,7 @@
 
 use super::Replace;
 use crate::model::Qwen3;
-use backend_nvfp4::{MasterKind, Nvfp4Linear, PackedMaster};
+use backend_nvfp4::{MasterKind, MasterWeight, Nvfp4Linear, PackedMaster};
 use burn::{
     module::{AutodiffModule, Param},
     tensor::{Tensor, backend::AutodiffBackend},
@@ -30,7 +30,9 @@ impl<AB: AutodiffBackend> Replace<AB> for Track {
 
     fn linear(&mut self, linear: Nvfp4Linear<AB>) -> Nvfp4Linear<AB> {
         match linear {
-            Nvfp4Linear::Master(p) => Nvfp4Linear::Master(p.set_require_grad(true)),
+            Nvfp4Linear::Master(MasterWeight { weight, codes }) => {
+                Nvfp4Linear::Master(MasterWeight { weight: weight.set_require_grad(true), codes })
+            }
             Nvfp4Linear::Dense(p) => Nvfp4Linear::Dense(p.set_require_grad(true)),
             Nvfp4Linear::PackedMaster(PackedMaster { gradient, weight }) => {
                 Nvfp4Linear::PackedMaster(PackedMaster { gradient: gradient.set_require_grad(self.codes), weight })

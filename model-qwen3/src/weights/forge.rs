@@ -122,7 +122,7 @@ impl<B: Nvfp4Kernels> Forge<'_, B> {
     /// Makes the master weight of a linear layer of values that are on the device.
     pub(super) fn linear(&mut self, values: Tensor<B, 2>) -> Result<Nvfp4Linear<B>, ModelError> {
         if self.master != Some(MasterKind::Nvfp4) {
-            return Ok(Nvfp4Linear::Master(self.matrix(values)?));
+            return Ok(Nvfp4Linear::Master(self.matrix(values)?.into()));
         }
         let weight = B::nvfp4_quantize_master(values.into_primitive().tensor());
         Ok(self.packed_master(Nvfp4Tensor::from_primitive(weight)))

@@ -202,7 +202,7 @@ impl<B: Nvfp4Kernels> Source<B> for Loader<'_, B> {
             }
             (Some(_), Stored::Dense { .. }) => {
                 let values = self.dense(name, shape, self.forge.dense())?;
-                Ok(Nvfp4Linear::Master(self.forge.param(values)))
+                Ok(Nvfp4Linear::Master(self.forge.param(values).into()))
             }
         }
     }

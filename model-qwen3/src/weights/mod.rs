@@ -20,4 +20,4 @@ pub use live::Live;
 pub use load::{Purpose, load};
 pub use outline::outline;
 pub use random::random;
-pub use structure::{Field, Replace, fields};
+pub use structure::{Field, Replace, fields, without_codes};

@@ -11,7 +11,7 @@ use crate::{
         POST_ATTENTION_LAYERNORM, Q_NORM, Q_PROJ, UP_PROJ, V_PROJ, in_block,
     },
 };
-use backend_nvfp4::{LinearSpec, Nvfp4Kernels, Nvfp4Linear, Nvfp4Tensor, PackedMaster, PackedWeight};
+use backend_nvfp4::{LinearSpec, MasterWeight, Nvfp4Kernels, Nvfp4Linear, Nvfp4Tensor, PackedMaster, PackedWeight};
 use burn::{
     module::{Param, ParamId},
     tensor::{DType, Tensor, backend::Backend},
@@ -123,7 +123,8 @@ impl<B: Backend> Field<'_, B> {
     pub fn id(&self) -> Option<ParamId> {
         match *self {
             Self::Vector(p) => Some(p.id),
-            Self::Matrix(p) | Self::Linear(Nvfp4Linear::Master(p) | Nvfp4Linear::Dense(p)) => Some(p.id),
+            Self::Matrix(p)
+            | Self::Linear(Nvfp4Linear::Master(MasterWeight { weight: p, .. }) | Nvfp4Linear::Dense(p)) => Some(p.id),
             Self::Linear(Nvfp4Linear::PackedMaster(w)) => Some(w.gradient.id),
             Self::Linear(Nvfp4Linear::Packed(_)) => None,
         }
@@ -141,7 +142,10 @@ impl<B: Backend> Field<'_, B> {
     pub(super) fn float(&self) -> FloatType {
         let dtype = match *self {
             Self::Vector(p) => p.val().dtype(),
-            Self::Matrix(p) | Self::Linear(Nvfp4Linear::Master(p) | Nvfp4Linear::Dense(p)) => p.val().dtype(),
+            Self::Matrix(p)
+            | Self::Linear(Nvfp4Linear::Master(MasterWeight { weight: p, .. }) | Nvfp4Linear::Dense(p)) => {
+                p.val().dtype()
+            }
             Self::Linear(_) => DType::F32,
         };
         match dtype {
@@ -157,7 +161,8 @@ impl<B: Nvfp4Kernels> Field<'_, B> {
     pub fn matrix(&self) -> Tensor<B, 2> {
         match *self {
             Self::Vector(p) => p.val().unsqueeze(),
-            Self::Matrix(p) | Self::Linear(Nvfp4Linear::Master(p) | Nvfp4Linear::Dense(p)) => p.val(),
+            Self::Matrix(p)
+            | Self::Linear(Nvfp4Linear::Master(MasterWeight { weight: p, .. }) | Nvfp4Linear::Dense(p)) => p.val(),
             Self::Linear(
                 Nvfp4Linear::Packed(PackedWeight { weight, .. })
                 | Nvfp4Linear::PackedMaster(PackedMaster { weight, .. }),
@@ -205,4 +210,27 @@ pub trait Replace<B: Backend> {
         model.lm_head = model.lm_head.map(|head| self.linear(head));
         model
     }
+}
+
+/// The model without the codes that the optimizer has left beside master weights. Whoever holds a second handle on a model holds it
+/// without them, because codes that are held elsewhere cannot be written over.
+pub fn without_codes<B: Backend>(model: Qwen3<B>) -> Qwen3<B> {
+    struct WithoutCodes;
+    impl<B: Backend> Replace<B> for WithoutCodes {
+        fn vector(&mut self, p: Param<Tensor<B, 1>>) -> Param<Tensor<B, 1>> {
+            p
+        }
+
+        fn matrix(&mut self, p: Param<Tensor<B, 2>>) -> Param<Tensor<B, 2>> {
+            p
+        }
+
+        fn linear(&mut self, linear: Nvfp4Linear<B>) -> Nvfp4Linear<B> {
+            match linear {
+                Nvfp4Linear::Master(MasterWeight { weight, .. }) => Nvfp4Linear::Master(weight.into()),
+                other => other,
+            }
+        }
+    }
+    WithoutCodes.model(model)
 }

@@ -289,7 +289,7 @@ mod tests {
             wrong[0].layers[2].mlp.down_proj = model.layers[1].mlp.down_proj.clone();
             let o_proj = &mut wrong[1].layers[2].self_attn.o_proj;
             *o_proj = match o_proj.clone() {
-                Nvfp4Linear::Master(w) => Nvfp4Linear::Master(w.map(|w| w * 1.5)),
+                Nvfp4Linear::Master(w) => Nvfp4Linear::Master(w.weight.map(|w| w * 1.5).into()),
                 other => other,
             };
             let norm = &mut wrong[2].layers[1].post_attention_layernorm;

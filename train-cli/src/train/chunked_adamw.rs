@@ -5,11 +5,12 @@
 //! no defined values.
 
 use backend_nvfp4::{
-    AdamwState, AdamwStep, Judged, Master, MasterKind, Nvfp4Kernels, Nvfp4Tensor, STATE_BLOCK, StateKind, Stream,
+    AdamwState, AdamwStep, HeldCodes, HeldPrimitive, Judged, Master, MasterKind, Nvfp4Kernels, Nvfp4Tensor,
+    QuantizeSpec, STATE_BLOCK, StateKind, Stream,
 };
 use burn::{
     module::ParamId,
-    tensor::{DType, Shape, Tensor, TensorMetadata, TensorPrimitive},
+    tensor::{DType, Shape, Tensor, TensorMetadata, TensorPrimitive, ops::FloatTensor},
 };
 use std::collections::{HashMap, HashSet};
 
@@ -96,15 +97,49 @@ impl<B: Nvfp4Kernels> ChunkedAdamw<B> {
         grad: Judged<B>,
         rate: Rate,
     ) -> Tensor<B, RANK> {
-        let w = weight.into_primitive().tensor();
         let form = if RANK == 1 { Master::Exact } else { self.config.master.dense() };
         let kind = if RANK == 1 { StateKind::F32 } else { self.config.state };
+        let (w, _) = self.step_dense(id, weight.into_primitive().tensor(), (form, kind), None, grad, rate);
+        Tensor::from_primitive(TensorPrimitive::Float(w))
+    }
+
+    /// Updates the master weight of a linear layer. `held` has its codes, if the step before has left any, and says how those that
+    /// this one leaves are made. Returns these with the weight, if there are any.
+    pub fn step_master(
+        &mut self,
+        id: ParamId,
+        weight: Tensor<B, 2>,
+        held: (Option<HeldCodes<B>>, Option<QuantizeSpec>),
+        grad: Judged<B>,
+        rate: Rate,
+    ) -> (Tensor<B, 2>, Option<HeldCodes<B>>) {
+        let (form, kind) = (self.config.master.dense(), self.config.state);
+        let (held, wanted) = held;
+        // In f32 the largest magnitude of a weight is another one after each step, and with it all codes.
+        let wanted = wanted.filter(|_| form != Master::Exact);
+        let held = held.map(HeldCodes::into_primitive).filter(|codes| Some(codes.spec) == wanted);
+        let (w, codes) = self.step_dense(id, weight.into_primitive().tensor(), (form, kind), held, grad, rate);
+        let codes = codes.or_else(|| B::nvfp4_held(w.clone(), kind, wanted?));
+        (Tensor::from_primitive(TensorPrimitive::Float(w)), codes.map(HeldCodes::from_primitive))
+    }
+
+    fn step_dense(
+        &mut self,
+        id: ParamId,
+        w: FloatTensor<B>,
+        (form, kind): (Master, StateKind),
+        codes: Option<HeldPrimitive<B>>,
+        grad: Judged<B>,
+        rate: Rate,
+    ) -> (FloatTensor<B>, Option<HeldPrimitive<B>>) {
         let shape = grad.gradient.shape();
         let mut state = self.take(id, shape.clone(), kind, form, &B::float_device(&w));
         let (step, chunk) = self.next_step(id, &mut state, shape, rate);
-        let (w, moments) = B::adamw(w, form, grad, state.moments, step, chunk);
+        state.moments.codes = codes;
+        let (w, mut moments) = B::adamw(w, form, grad, state.moments, step, chunk);
+        let codes = moments.codes.take();
         self.states.insert(id, TensorState { moments, ..state });
-        Tensor::from_primitive(TensorPrimitive::Float(w))
+        (w, codes)
     }
 
     /// Updates an NVFP4 master weight.

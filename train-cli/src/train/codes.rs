@@ -39,7 +39,7 @@ impl Codes {
         for (name, field) in &fields {
             let weight = match field {
                 Field::Linear(Nvfp4Linear::Master(w)) if !spec.shares_scale => {
-                    Nvfp4Tensor::quantize(w.val(), spec.weights())
+                    Nvfp4Tensor::quantize(w.weight.val(), spec.weights())
                 }
                 Field::Linear(Nvfp4Linear::Master(_)) => quantized_in_its_group(name, &fields, spec),
                 Field::Linear(Nvfp4Linear::PackedMaster(w)) => w.weight.clone(),
@@ -78,7 +78,7 @@ fn quantized_in_its_group<B: Nvfp4Kernels>(
 ) -> Nvfp4Tensor<B> {
     let group = names::multiplied_together(name);
     let master = |member: &String| match fields.iter().find(|(name, _)| name == member) {
-        Some((_, Field::Linear(Nvfp4Linear::Master(w)))) => w.val(),
+        Some((_, Field::Linear(Nvfp4Linear::Master(w)))) => w.weight.val(),
         _ => unreachable!("the linear layers of a block are masters of one form"),
     };
     let place = group.iter().position(|member| member == name).expect("a weight is in its group");

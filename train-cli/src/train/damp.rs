@@ -77,7 +77,7 @@ impl<B: Nvfp4Kernels> OnCodes<'_, B> {
         layers: [Nvfp4Linear<AB>; LAYERS],
     ) -> [Nvfp4Linear<AB>; LAYERS] {
         let master = |layer: &Nvfp4Linear<AB>| match layer {
-            Nvfp4Linear::Master(p) => Some(p.val().inner()),
+            Nvfp4Linear::Master(master) => Some(master.weight.val().inner()),
             _ => None,
         };
         let (masters, spec) = (layers.iter().filter_map(master), self.spec.weights());
@@ -88,7 +88,7 @@ impl<B: Nvfp4Kernels> OnCodes<'_, B> {
         };
         let mut codes = codes.into_iter();
         layers.map(|layer| match layer {
-            Nvfp4Linear::Master(p) => self.frozen(&p, codes.next().expect("each master has codes")),
+            Nvfp4Linear::Master(master) => self.frozen(&master.weight, codes.next().expect("each master has codes")),
             other => other,
         })
     }

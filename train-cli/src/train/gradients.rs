@@ -2,7 +2,9 @@
 //! given to the optimizer.
 
 use crate::train::chunked_adamw::{ChunkedAdamw, Rate};
-use backend_nvfp4::{Gradient, Judged, Nvfp4Kernels, Nvfp4Linear, PackedMaster, TrainingBackend};
+use backend_nvfp4::{
+    Gradient, Judged, MasterWeight, Nvfp4Kernels, Nvfp4Linear, PackedMaster, QuantizeSpec, TrainingBackend,
+};
 use burn::{
     module::{AutodiffModule, ModuleVisitor, Param, ParamId},
     optim::GradientsParams,
@@ -179,9 +181,16 @@ pub struct Walk<'a, AB: TrainingBackend> {
     pub gathered: &'a mut Gathered<AB::InnerBackend>,
     /// The optimizer.
     pub optimizer: &'a mut ChunkedAdamw<AB::InnerBackend>,
+    /// How the optimizer quantizes the master weights of linear layers that it updates, if it is to leave their codes.
+    pub codes: Option<QuantizeSpec>,
 }
 
 impl<AB: TrainingBackend> Walk<'_, AB> {
+    /// The same walk with an optimizer that leaves such codes.
+    pub fn leaving(self, codes: Option<QuantizeSpec>) -> Self {
+        Self { codes, ..self }
+    }
+
     fn settle<const RANK: usize>(&mut self, id: ParamId) -> Option<(Judged<AB::InnerBackend>, Rate)> {
         let grad = self.grads.take::<RANK>(id);
         self.gathered.settle(id, grad, self.fate)
@@ -192,6 +201,17 @@ impl<AB: TrainingBackend> Walk<'_, AB> {
         let (id, weight, mapper) = param.consume();
         let weight = self.optimizer.step(id, weight.inner(), grad, rate);
         Param::from_mapped_value(id, Tensor::from_inner(weight).require_grad(), mapper)
+    }
+
+    fn master(&mut self, MasterWeight { weight, codes }: MasterWeight<AB>) -> MasterWeight<AB> {
+        let Some((grad, rate)) = self.settle::<2>(weight.id) else { return MasterWeight { weight, codes } };
+        let (id, weight, mapper) = weight.consume();
+        // As weights are, codes are updated in place only if the optimizer has their only handle.
+        let held = codes.as_ref().map(AutodiffModule::valid);
+        drop(codes);
+        let (weight, codes) = self.optimizer.step_master(id, weight.inner(), (held, self.codes), grad, rate);
+        let weight = Param::from_mapped_value(id, Tensor::from_inner(weight).require_grad(), mapper);
+        MasterWeight { weight, codes: codes.map(AutodiffModule::from_inner) }
     }
 }
 
@@ -206,7 +226,7 @@ impl<AB: TrainingBackend> Replace<AB> for Walk<'_, AB> {
 
     fn linear(&mut self, linear: Nvfp4Linear<AB>) -> Nvfp4Linear<AB> {
         match linear {
-            Nvfp4Linear::Master(p) => Nvfp4Linear::Master(self.param(p)),
+            Nvfp4Linear::Master(master) => Nvfp4Linear::Master(self.master(master)),
             Nvfp4Linear::Dense(p) => Nvfp4Linear::Dense(self.param(p)),
             packed @ Nvfp4Linear::Packed(_) => packed,
             Nvfp4Linear::PackedMaster(PackedMaster { gradient, mut weight }) => {

@@ -19,6 +19,7 @@ use burn::{
 use model_qwen3::{
     loss::{IGNORE, hidden_l1_sum, shifted_targets},
     model::{Block, Context, Places, Qwen3, ids_tensor},
+    weights::without_codes,
 };
 
 /// A model with the loss that it is trained on.
@@ -44,9 +45,17 @@ impl<B: Backend> Trainee<B> {
         self.slot.as_ref().expect("`update` puts the model back")
     }
 
-    /// Takes the model out, without its loss.
+    /// Takes the model out, without its loss and without codes that the optimizer has left.
     pub fn into_model(self) -> Qwen3<B> {
-        self.slot.expect("`update` puts the model back")
+        without_codes(self.slot.expect("`update` puts the model back"))
+    }
+
+    /// A second handle on the model, without codes that the optimizer has left.
+    #[must_use]
+    pub fn copy(&self) -> Self {
+        let mut copy = self.clone();
+        copy.update(without_codes);
+        copy
     }
 
     /// Replaces the model by what `change` makes of it. No other handle on its tensors is alive meanwhile, so

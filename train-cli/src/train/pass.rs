@@ -35,7 +35,7 @@ impl<B: Nvfp4Kernels> Pass<'_, B> {
     where
         AB: TrainingBackend<InnerBackend = B>,
     {
-        Walk { grads, fate: self.fate, gathered: &mut self.gathered, optimizer: self.optimizer }
+        Walk { grads, fate: self.fate, gathered: &mut self.gathered, optimizer: self.optimizer, codes: None }
     }
 
     /// Reads a loss, and refuses one that is not finite before its gradients are used.

@@ -110,7 +110,7 @@ impl<B: Nvfp4Kernels> Stepper<B> {
             let forward = Forward::of(net, last, self.kept);
             // While the copy's handles are held, the optimizer writes into new buffers and leaves the old ones as they are. The
             // host makes it while a GPU computes the forward.
-            undo = (self.undo && own_norm.is_none()).then(|| (net.clone(), pass.optimizer.clone()));
+            undo = (self.undo && own_norm.is_none()).then(|| (net.copy(), pass.optimizer.clone()));
             loss += pass.backward(net, last, forward)?;
         }
 

@@ -114,14 +114,15 @@ impl<B: Nvfp4Kernels> Pass<'_, B> {
         for (nth, trace) in traces.into_iter().enumerate().rev() {
             let i = net.first_trained() + nth;
             let block = &net.model().layers[i];
-            let graph = match trace {
-                Trace::Input(x_MD) => Graph::of(block, x_MD, &net.model().of_block(context, i)),
-                Trace::Graph(graph) => graph,
+            // A block that runs again quantizes its weights anew, so that its codes need no memory meanwhile.
+            let (graph, codes) = match trace {
+                Trace::Input(x_MD) => (Graph::of(block, x_MD, &net.model().of_block(context, i)), None),
+                Trace::Graph(graph) => (graph, net.model().codes_of_block(i)),
             };
             let (grads, dx_MD) = graph.backward(block, dy_MD);
             dy_MD = dx_MD;
             self.note(net, &format!("block_{i}_gradients"))?;
-            net.update_block(i, |block| self.walk(grads).block(block));
+            net.update_block(i, |block| self.walk(grads).leaving(codes).block(block));
             self.note(net, &format!("block_{i}_done"))?;
         }
         Ok(dy_MD)

@@ -135,6 +135,8 @@ inline unsigned __umulhi(unsigned a, unsigned b) { return unsigned(uint64_t(a) *
 inline int __clz(int x) { return x ? __builtin_clz(unsigned(x)) : 32; }
 inline int __ffs(int x) { return __builtin_ffs(x); }
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
+// Without it, C's `abs` would take floats as integers.
+using std::abs;
 using std::max;
 using std::min;
 template <class A, class B>
