@@ -362,7 +362,7 @@ impl<B: Nvfp4Kernels> StateReader<'_, B> {
             residual
         });
         let (m, v) = (self.moment(&m, kind, true, len)?, self.moment(&v, kind, false, len)?);
-        Ok(TensorState { steps, moments: AdamwState { kind, m, v, residual } })
+        Ok(TensorState { steps, moments: AdamwState { kind, m, v, residual, codes: None } })
     }
 
     /// A moment of `len` values; the codes of the first moment and of the second have different tables.

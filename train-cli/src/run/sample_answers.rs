@@ -143,8 +143,8 @@ impl<B: Nvfp4Kernels> Replace<B> for Quantizing {
 
     fn linear(&mut self, linear: Nvfp4Linear<B>) -> Nvfp4Linear<B> {
         match linear {
-            Nvfp4Linear::Master(weight) => {
-                Nvfp4Linear::Packed(Nvfp4Tensor::quantize(weight.val(), self.0.weights()).into())
+            Nvfp4Linear::Master(master) => {
+                Nvfp4Linear::Packed(Nvfp4Tensor::quantize(master.weight.val(), self.0.weights()).into())
             }
             other => other,
         }

@@ -13,39 +13,24 @@
 
 pub use super::old_checkpoints::Keep;
 use super::{
-    checkpoint::{MODEL, OPTIMIZER, STATE, TrainerState},
-    old_checkpoints, optimizer_file,
-    waiting::{Blocks, WaitingFile},
+    checkpoint::TrainerState,
+    destination::Destination,
+    snapshot::{LARGE, Snapshot, write_state},
+    waiting::Blocks,
     writer::Writer,
 };
 use crate::{
-    CliError, device,
-    durable::{self, PendingFolder},
-    memory::host,
-    model_files::Companions,
-    report,
+    CliError, device, durable::PendingFolder, memory::host, model_files::Companions, report,
     train::chunked_adamw::ChunkedAdamw,
 };
 use backend_nvfp4::Nvfp4Kernels;
-use model_qwen3::{
-    ModelError,
-    model::Qwen3,
-    weights::{Live, TRANSFER},
-    write::write_safetensors,
-};
+use model_qwen3::{model::Qwen3, weights::TRANSFER};
 use std::{
     io::Write,
     path::{Path, PathBuf},
-    sync::{
-        Arc,
-        atomic::{AtomicBool, Ordering},
-    },
-    thread,
+    sync::{Arc, atomic::Ordering},
     time::{Duration, Instant},
 };
-
-/// The large files of a checkpoint, which are made at the same time.
-const LARGE: [&str; 2] = [MODEL, OPTIMIZER];
 
 /// Bytes that are read from the device at a time while training waits. The device has nothing else to do then, so that a small
 /// read does not wait, and the first one needs less pinned memory.
@@ -87,19 +72,6 @@ pub enum Room {
     Shared,
     /// None is needed: the run saves after its last step only, or never.
     AtTheEnd,
-}
-
-/// Where checkpoints go.
-#[derive(Debug, Clone)]
-struct Destination {
-    run: PathBuf,
-    companions: Companions,
-    /// Whether the device failed in training, while a checkpoint was being written.
-    abandoned: Arc<AtomicBool>,
-    /// Bytes that are read from the device at a time.
-    transfer: usize,
-    /// Whether large files are read back too, which takes as long as to write them: not where training waits for it.
-    reads_all: bool,
 }
 
 impl Saver {
@@ -278,90 +250,14 @@ impl Drop for Saver {
     }
 }
 
-/// What a checkpoint is made from.
-struct Snapshot<B: Nvfp4Kernels> {
-    model: Qwen3<B>,
-    optimizer: ChunkedAdamw<B>,
-    state: TrainerState,
-    /// The checkpoint's folder.
-    target: PathBuf,
-    /// Bytes that are read from the device at a time.
-    transfer: usize,
-}
-
-impl<B: Nvfp4Kernels> Snapshot<B> {
-    /// Writes one of the [`LARGE`] files, or the state.
-    fn write(&self, name: &str, out: &mut dyn Write) -> Result<(), CliError> {
-        match name {
-            MODEL => {
-                let weights = Live::new(&self.model).in_transfers_of(self.transfer);
-                write_safetensors(&weights, out, |e| ModelError::io(&self.target, "")(e))?;
-                Ok(())
-            }
-            OPTIMIZER => optimizer_file::write(&self.model, &self.optimizer, self.transfer, out, &self.target),
-            _ => write_state(&self.state, out, &self.target),
-        }
-    }
-
-    /// The [`LARGE`] files, made in the host's memory. While one waits for the device, the other is copied.
-    fn in_memory(&self, blocks: &Blocks) -> Result<[WaitingFile; 2], CliError> {
-        let made = |name: &str| {
-            let mut file = blocks.file();
-            self.write(name, &mut file).map(|()| file)
-        };
-        thread::scope(|scope| {
-            let first = thread::Builder::new().spawn_scoped(scope, || made(LARGE[0]));
-            let first = first.map_err(CliError::no_thread("checkpoint"))?;
-            let second = made(LARGE[1]);
-            Ok([first.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))?, second?])
-        })
-    }
-}
-
-/// Writes the state of a run besides its tensors.
-fn write_state(state: &TrainerState, out: &mut dyn Write, target: &Path) -> Result<(), CliError> {
-    let text = serde_json::to_string_pretty(state).expect("plain data is always valid JSON");
-    out.write_all(text.as_bytes()).map_err(CliError::io(target))
-}
-
-impl Destination {
-    /// The folder of the checkpoint after `step` steps.
-    fn target(&self, step: usize) -> PathBuf {
-        self.run.join(format!("checkpoint-{step}"))
-    }
-
-    /// Writes the files of a checkpoint, commits it, calls `is_committed`, and deletes those that are not to be kept.
-    fn commit(
-        &self,
-        mut folder: PendingFolder,
-        keep: Keep,
-        is_committed: impl FnOnce(),
-        write: impl Fn(&str, &mut dyn Write) -> Result<(), CliError> + Sync,
-    ) -> Result<PathBuf, CliError> {
-        // Each of the large ones waits for the device, while the other keeps the disk busy.
-        folder.files(&LARGE, &write)?;
-        folder.file(STATE, |out| write(STATE, out))?;
-        self.companions.copy_into(&mut folder)?;
-        device::check()?;
-        if self.abandoned.load(Ordering::Acquire) {
-            let reason = "it failed in training while this checkpoint was read from it; nothing was saved".to_owned();
-            return Err(ModelError::Device(reason).into());
-        }
-        let committed = folder.commit()?;
-        is_committed();
-        // The older checkpoints are given up only for one that can be read.
-        let read_back = if self.reads_all { durable::read_back } else { durable::read_back_quickly };
-        read_back(&committed)?;
-        report::line(format!("{:>11}  {}", "saved", committed.display()));
-        old_checkpoints::delete_old(&self.run, keep)?;
-        Ok(committed)
-    }
-}
-
 #[cfg(test)]
 mod tests {
-    use super::{super::checkpoint::HeadStorage, *};
+    use super::{
+        super::checkpoint::{HeadStorage, MODEL, OPTIMIZER, STATE},
+        *,
+    };
     use crate::{
+        durable,
         settings::Settings,
         train::chunked_adamw::{AdamwConfig, ChunkedAdamw, Rate, TensorState},
     };
@@ -376,6 +272,7 @@ mod tests {
         fs,
         io::{Seek, SeekFrom},
         sync::mpsc,
+        thread,
     };
 
     /// What a run has between two steps.
@@ -633,7 +530,7 @@ mod tests {
             Moment::Float(moment.into_primitive().tensor())
         };
         for (m, v) in [(f32::NAN, 1.0), (0.0, f32::INFINITY), (0.0, 1.0)] {
-            let moments = AdamwState { kind: StateKind::F32, m: float(m), v: float(v), residual: None };
+            let moments = AdamwState { kind: StateKind::F32, m: float(m), v: float(v), residual: None, codes: None };
             trained.optimizer.restore(trained.model.norm.id, TensorState { steps: 1, moments });
             let mut saver = saver(dir.path(), 1, Room::Device);
             trained.saved(&mut saver);
