@@ -24,11 +24,12 @@ impl Job for FirstSteps<'_> {
         let model = ready.to_train(model, last, dense.min(1));
         let optimizer = ready.optimizer(None, &model)?;
         let mut stepper = ready.stepper(optimizer, None);
-        // A block that is run again in the backward launches what a kept one does, and the forward without a graph.
-        stepper.kept = 0;
+        let keeps = stepper.kept > 0;
         let mut net = ready.trainee(model, last);
-        // The second step clips by the norm of the first.
-        for step in 1..=order.steps.min(2) {
+        // The second step clips by the norm of the first. If graphs are kept, it leaves codes, and the third step others in their place.
+        for step in 1..=order.steps.min(if keeps { 3 } else { 2 }) {
+            // A block that is run again in the backward launches what a kept one does first, and the forward without a graph.
+            stepper.kept = if keeps && step > 1 { config.num_hidden_layers } else { 0 };
             let mut batches = order.step(step - 1);
             // Those between the second micro-batch and the last launch the kernels of the second.
             if batches.len() > 3 {
