@@ -39,6 +39,7 @@ impl<B: Nvfp4Kernels, Strategy: CheckpointStrategy> Nvfp4Backend for Autodiff<B,
             let (weight, parent) = match weight {
                 LayerWeight::Dense(w) => (LayerWeight::Dense(w.primitive.clone()), Some(w)),
                 LayerWeight::Held { values, codes: HeldPrimitive { packed, amax, spec } } => {
+                    // Both backends have the same Int tensors.
                     let codes = HeldPrimitive { packed, amax, spec };
                     (LayerWeight::Held { values: values.primitive.clone(), codes }, Some(values))
                 }

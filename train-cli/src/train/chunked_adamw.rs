@@ -103,18 +103,18 @@ impl<B: Nvfp4Kernels> ChunkedAdamw<B> {
         Tensor::from_primitive(TensorPrimitive::Float(w))
     }
 
-    /// Updates the master weight of a linear layer. `held` has its codes, if the step before has left any, and says how those that
-    /// this one leaves are made. Returns these with the weight, if there are any.
+    /// Updates the master weight of a linear layer. `held` are its codes, if the step before has left any; `wanted` says how those
+    /// that this one leaves are made, if it is to leave any. Returns them with the weight.
     pub fn step_master(
         &mut self,
         id: ParamId,
         weight: Tensor<B, 2>,
-        held: (Option<HeldCodes<B>>, Option<QuantizeSpec>),
+        held: Option<HeldCodes<B>>,
+        wanted: Option<QuantizeSpec>,
         grad: Judged<B>,
         rate: Rate,
     ) -> (Tensor<B, 2>, Option<HeldCodes<B>>) {
         let (form, kind) = (self.config.master.dense(), self.config.state);
-        let (held, wanted) = held;
         // In f32 the largest magnitude of a weight is another one after each step, and with it all codes.
         let wanted = wanted.filter(|_| form != Master::Exact);
         let held = held.map(HeldCodes::into_primitive).filter(|codes| Some(codes.spec) == wanted);

@@ -209,7 +209,7 @@ impl<AB: TrainingBackend> Walk<'_, AB> {
         // As weights are, codes are updated in place only if the optimizer has their only handle.
         let held = codes.as_ref().map(AutodiffModule::valid);
         drop(codes);
-        let (weight, codes) = self.optimizer.step_master(id, weight.inner(), (held, self.codes), grad, rate);
+        let (weight, codes) = self.optimizer.step_master(id, weight.inner(), held, self.codes, grad, rate);
         let weight = Param::from_mapped_value(id, Tensor::from_inner(weight).require_grad(), mapper);
         MasterWeight { weight, codes: codes.map(AutodiffModule::from_inner) }
     }
