@@ -103,6 +103,7 @@ pub fn renew<R: Runtime>(
     launch(client, x, dtype, (amax, Some(held)), QuantizeOutput::Packed(out), view, spec, false)
 }
 
+/// [`quantize()`], or [`renew()`] if a held magnitude is given.
 #[allow(clippy::too_many_arguments, reason = "a launch takes its buffers one by one")]
 fn launch<R: Runtime>(
     client: &ComputeClient<R>,
@@ -201,7 +202,7 @@ fn quantize_kernel<F: Float, N: Size, Width: Size>(
     #[define(F)] _dtype: StorageType,
 ) {
     if comptime!(held.len() == 1) {
-        // The whole launch agrees.
+        // The whole launch agrees, so that no unit waits for another at a barrier.
         if u32::reinterpret(held.index(0usize)[0]) == u32::reinterpret(amax[0]) {
             terminate!();
         }
