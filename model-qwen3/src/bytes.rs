@@ -1,7 +1,7 @@
 //! Numbers as the little-endian bytes of containers. No other file of this crate converts between the two.
 
 use burn::tensor::DType;
-use half::{bf16, f16};
+use half::{bf16, f16, slice::HalfFloatSliceExt};
 
 // Numbers that a device hands over are written as they lie in memory.
 const _: () = assert!(cfg!(target_endian = "little"), "numbers must lie little end first, as files hold them");
@@ -42,16 +42,25 @@ impl FloatType {
     /// The bytes of values, which are rounded to nearest even.
     pub fn encode(self, values: &[f32]) -> Vec<u8> {
         match self {
-            Self::F16 => values.iter().flat_map(|&v| f16::from_f32(v).to_le_bytes()).collect(),
-            Self::Bf16 => values.iter().flat_map(|&v| bf16::from_f32(v).to_le_bytes()).collect(),
-            Self::F32 => values.iter().flat_map(|v| v.to_le_bytes()).collect(),
+            Self::F16 => {
+                let mut halves = vec![f16::ZERO; values.len()];
+                halves.convert_from_f32_slice(values);
+                of_each(&halves, |v| v.to_le_bytes())
+            }
+            Self::Bf16 => of_each(values, |v| bf16::from_f32(*v).to_le_bytes()),
+            Self::F32 => of_each(values, |v| v.to_le_bytes()),
         }
     }
 
     /// The values of bytes.
     pub fn decode(self, bytes: &[u8]) -> Vec<f32> {
         match self {
-            Self::F16 => each(bytes, |b| f16::from_le_bytes(b).to_f32()),
+            Self::F16 => {
+                let halves = each(bytes, f16::from_le_bytes);
+                let mut values = vec![0.0; halves.len()];
+                halves.convert_to_f32_slice(&mut values);
+                values
+            }
             Self::Bf16 => each(bytes, |b| bf16::from_le_bytes(b).to_f32()),
             Self::F32 => each(bytes, f32::from_le_bytes),
         }
@@ -66,6 +75,13 @@ impl FloatType {
             Self::F32 => all_are(bytes, |b| u32::from_le_bytes(b) & 0x7f80_0000 != 0x7f80_0000),
         }
     }
+}
+
+/// The bytes of numbers. A processor makes those of many numbers at once if it knows where they go.
+fn of_each<Number, const SIZE: usize>(numbers: &[Number], bytes: impl Fn(&Number) -> [u8; SIZE]) -> Vec<u8> {
+    let mut all = vec![0; numbers.len() * SIZE];
+    all.as_chunks_mut().0.iter_mut().zip(numbers).for_each(|(place, number)| *place = bytes(number));
+    all
 }
 
 /// Whether all numbers of bytes are `good`. A processor tests many numbers at once if it need not stop at the first bad one.

@@ -7,7 +7,7 @@ use crate::{
     container::Container,
     maxima::Maxima,
     names,
-    tensors::{Stored, Tensors},
+    tensors::{Put, Stored, Tensors},
 };
 use backend_nvfp4::{BlockShape, Packed, QuantizeSpec, Rounding, Scaling, View, layout::BLOCK, reference};
 use std::{ops::Range, path::Path};
@@ -143,6 +143,18 @@ impl Tensors for Repacked<'_> {
         Ok(rounded)
     }
 
+    fn put_rows(&self, name: &str, rows: Range<usize>, put: Put) -> Result<(), ModelError> {
+        let Some(Stored::Dense { float, .. }) = self.stored(name) else {
+            return self.read_rows(name, rows).map(drop);
+        };
+        let bytes = float.encode(&self.source_values(self.origin(name), rows.clone())?);
+        if !float.are_finite(&bytes) {
+            // Reading the values says which of them does not fit.
+            return self.read_rows(name, rows).map(drop);
+        }
+        put(&bytes)
+    }
+
     fn read_packed(&self, name: &str) -> Result<Packed, ModelError> {
         let Some(Stored::Packed { rows, cols, scaling }) = self.stored(name) else {
             return Err(self.bad(format!("{name:?} stays dense; NVFP4 is needed")));
@@ -153,19 +165,22 @@ impl Tensors for Repacked<'_> {
         {
             return self.source.read_packed(origin);
         }
-        let values = self.source_values(origin, 0..rows)?;
-        Ok(match self.format {
+        match self.format {
             StoreAs::Like(original) => {
-                reference::requantize(&values, rows, cols, &original.read_packed(name)?, scaling)
+                let values = self.source_values(origin, 0..rows)?;
+                Ok(reference::requantize(&values, rows, cols, &original.read_packed(name)?, scaling))
             }
             StoreAs::Nvfp4 { block, shares_scale, .. } => {
                 // A vocabulary need not be a number of squares.
                 let block = if rows.is_multiple_of(BLOCK) { block } else { BlockShape::Row };
                 let spec = QuantizeSpec { scaling, block, rounding: Rounding::Nearest };
-                let shared_amax = if shares_scale { self.maxima.together(origin)? } else { 0.0 };
-                reference::quantize_sharing(&values, View::row_major(rows, cols), spec, shared_amax)
+                if !shares_scale {
+                    return self.source.quantized(origin, spec);
+                }
+                let (amax, values) = (self.maxima.together(origin)?, self.source_values(origin, 0..rows)?);
+                Ok(reference::quantize_sharing(&values, View::row_major(rows, cols), spec, amax))
             }
             StoreAs::Float(_) => unreachable!("StoreAs::Float stores no tensor as NVFP4"),
-        })
+        }
     }
 }

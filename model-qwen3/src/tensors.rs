@@ -3,7 +3,7 @@
 
 use crate::{ModelError, bytes::FloatType};
 use backend_nvfp4::{
-    GivenScale, Packed, Scaling,
+    GivenScale, Packed, QuantizeSpec, Scaling, View,
     layout::{scales_per_row, words_per_row},
     reference,
 };
@@ -130,6 +130,20 @@ pub trait Tensors: Sync {
     fn dequantize_rows(&self, name: &str, rows: Range<usize>) -> Result<Vec<f32>, ModelError> {
         let cols = row_width(&self.stored(name).ok_or_else(|| ModelError::missing(self.path(), name))?.shape());
         Ok(reference::dequantize(&self.read_packed_rows(name, rows.clone())?, rows.len(), cols))
+    }
+
+    /// Quantizes the values of a matrix. Those of a model on a device are quantized there, to the same bits.
+    ///
+    /// # Errors
+    /// As [`Self::read_rows`].
+    fn quantized(&self, name: &str, spec: QuantizeSpec) -> Result<Packed, ModelError> {
+        let stored = self.stored(name).ok_or_else(|| ModelError::missing(self.path(), name))?;
+        let (rows, cols) = (row_count(&stored.shape()), row_width(&stored.shape()));
+        let values = match stored {
+            Stored::Packed { .. } => self.dequantize_rows(name, 0..rows)?,
+            Stored::Dense { .. } => self.read_rows(name, 0..rows)?,
+        };
+        Ok(reference::quantize(&values, View::row_major(rows, cols), spec))
     }
 
     /// Whether the library whose format the file has divides by the reciprocal of this NVFP4 tensor's scale, so that the values of

@@ -17,6 +17,8 @@ pub const FULL_SCALE: f32 = 2688.0;
 const SINGLE_LEVEL_FLOOR: f32 = 0.015625;
 /// The factor by which the block scales of an NVFP4 master can grow before they saturate.
 pub const MASTER_ROOM: f32 = 8.0;
+/// Values for which a further thread is not worth its start.
+const SMALL: usize = 1 << 16;
 
 /// Quantizes the matrix that `view` sees in `x`.
 ///
@@ -36,25 +38,8 @@ pub fn quantize_sharing(x: &[f32], view: View, spec: QuantizeSpec, shared_amax: 
     assert!(cols.is_multiple_of(BLOCK), "{cols} columns: not a multiple of 16");
     let at = |r: usize, c: usize| x[r * row_stride + c * col_stride];
     let blocks = scales_per_row(cols);
-
-    let mut amax = vec![0.0f32; rows * blocks];
-    for r in 0..rows {
-        for b in 0..blocks {
-            amax[r * blocks + b] = (0..BLOCK).fold(0.0, |a: f32, i| a.max(at(r, b * BLOCK + i).abs()));
-        }
-    }
+    let amax = block_maxima(at, rows, cols, spec.block);
     let tensor_amax = shared_amax.max(tensor_amax(x));
-    if spec.block == BlockShape::Square {
-        assert!(rows.is_multiple_of(BLOCK), "{rows} rows: not a multiple of 16");
-        for r in (0..rows).step_by(BLOCK) {
-            for b in 0..blocks {
-                let of = |i: usize| (r + i) * blocks + b;
-                let square = (0..BLOCK).fold(0.0, |a: f32, i| a.max(amax[of(i)]));
-                (0..BLOCK).for_each(|i| amax[of(i)] = square);
-            }
-        }
-    }
-
     let scaler = Scaler::new(spec.scaling, tensor_amax);
     let mut codes = vec![0u32; rows * words_per_row(cols)];
     let mut scales = vec![0u8; rows * blocks];
@@ -76,15 +61,39 @@ pub fn quantize_sharing(x: &[f32], view: View, spec: QuantizeSpec, shared_amax: 
             }
         }
     };
-    // Each thread takes a range of rows; small matrices stay on one thread.
-    let part = rows.div_ceil(threads()).max((1 << 16) / cols.max(1));
-    if part >= rows {
-        encode(0, &mut codes, &mut scales);
-    } else {
-        let parts = codes.chunks_mut(part * words_per_row(cols)).zip(scales.chunks_mut(part * blocks));
-        share((0..rows).step_by(part).zip(parts), |(first, (codes, scales))| encode(first, codes, scales));
-    }
+    let part = rows_of_a_thread(rows, cols);
+    let parts = codes.chunks_mut((part * words_per_row(cols)).max(1)).zip(scales.chunks_mut((part * blocks).max(1)));
+    share((0..rows).step_by(part).zip(parts), |(first, (codes, scales))| encode(first, codes, scales));
     Packed { codes, scales, global: scaler.global }
+}
+
+/// The largest magnitude of each block of a matrix, row by row. The rows of a 16x16 block have equal ones.
+fn block_maxima(at: impl Fn(usize, usize) -> f32 + Sync, rows: usize, cols: usize, block: BlockShape) -> Vec<f32> {
+    assert!(block == BlockShape::Row || rows.is_multiple_of(BLOCK), "{rows} rows: not a multiple of 16");
+    let blocks = scales_per_row(cols);
+    let mut amax = vec![0.0f32; rows * blocks];
+    let find = |first: usize, amax: &mut [f32]| {
+        for (i, amax) in amax.iter_mut().enumerate() {
+            let (r, b) = (first + i / blocks, i % blocks);
+            *amax = (0..BLOCK).fold(0.0, |a: f32, i| a.max(at(r, b * BLOCK + i).abs()));
+        }
+        if block == BlockShape::Square {
+            for squares in amax.chunks_exact_mut(BLOCK * blocks) {
+                for b in 0..blocks {
+                    let square = (0..BLOCK).fold(0.0, |a: f32, i| a.max(squares[i * blocks + b]));
+                    (0..BLOCK).for_each(|i| squares[i * blocks + b] = square);
+                }
+            }
+        }
+    };
+    let part = rows_of_a_thread(rows, cols);
+    share((0..rows).step_by(part).zip(amax.chunks_mut((part * blocks).max(1))), |(first, amax)| find(first, amax));
+    amax
+}
+
+/// How many rows a thread takes: whole blocks. A small matrix stays on one thread.
+fn rows_of_a_thread(rows: usize, cols: usize) -> usize {
+    rows.div_ceil(threads()).max(SMALL / cols.max(1)).next_multiple_of(BLOCK)
 }
 
 /// Quantizes a row-major master weight that training will move: two-level, 1x16, with a tensor scale that leaves block
@@ -149,7 +158,12 @@ fn amax(x: &[f32]) -> f32 {
 
 /// The largest magnitude of a tensor; infinity if a value is NaN. Codes cannot say that a value is NaN, so the tensor scale does.
 pub fn tensor_amax(x: &[f32]) -> f32 {
-    if x.iter().any(|v| v.is_nan()) { f32::INFINITY } else { amax(x) }
+    let part = x.len().div_ceil(threads()).max(SMALL);
+    let mut found = vec![0.0f32; x.len().div_ceil(part)];
+    share(x.chunks(part).zip(&mut found), |(x, found)| {
+        *found = if x.iter().any(|v| v.is_nan()) { f32::INFINITY } else { amax(x) };
+    });
+    amax(&found)
 }
 
 /// The tensor scale of a row that is quantized by itself: the smallest power of two that is at least `amax / 2688`, but

@@ -11,9 +11,16 @@ pub(super) fn threads() -> usize {
     *CORES.get_or_init(|| thread::available_parallelism().map_or(1, usize::from))
 }
 
-/// Does the work on each part by a thread of its own. Where the system gives no thread, this one does it.
+/// Does the work on each part by a thread of its own. Where the system gives no thread, or there is one part only, this one does
+/// it.
 pub(super) fn share<Part: Send>(parts: impl Iterator<Item = Part>, work: impl Fn(Part) + Sync) {
     let work = &work;
+    let mut parts = parts.peekable();
+    let Some(first) = parts.next() else { return };
+    if parts.peek().is_none() {
+        return work(first);
+    }
+    let parts = std::iter::once(first).chain(parts);
     let parts: Vec<_> = parts.map(|part| Mutex::new(Some(part))).collect();
     thread::scope(|scope| {
         for part in &parts {

@@ -10,7 +10,7 @@ use crate::{
     model::Qwen3,
     tensors::{Put, Stored, Tensors, row_count, row_width},
 };
-use backend_nvfp4::{Nvfp4Kernels, Packed, Scaling};
+use backend_nvfp4::{Nvfp4Kernels, Nvfp4Tensor, Packed, QuantizeSpec, Scaling};
 use burn::tensor::{TensorData, backend::Backend};
 use std::{
     ops::Range,
@@ -50,6 +50,18 @@ impl<'a, B: Nvfp4Kernels> Live<'a, B> {
     /// No file gets such a value: it would replace a good one.
     fn not_finite(&self, name: &str, value: f32) -> ModelError {
         ModelError::weights(self.path(), format!("{name:?} holds the value {value}; nothing was written"))
+    }
+
+    /// Reads codes and scales to the host.
+    fn on_the_host(&self, name: &str, tensor: &Nvfp4Tensor<B>) -> Result<Packed, ModelError> {
+        let packed = tensor.to_packed().map_err(ModelError::nvfp4(name))?;
+        // E4M3 has no infinity, and its NaN has all bits but the sign.
+        let scales_are_finite = packed.scales.iter().all(|scale| scale & 0x7f != 0x7f);
+        match packed.global.is_finite() {
+            true if scales_are_finite => Ok(packed),
+            true => Err(self.not_finite(name, f32::NAN)),
+            false => Err(self.not_finite(name, packed.global)),
+        }
     }
 
     fn field(&self, name: &str) -> Option<&Field<'a, B>> {
@@ -150,17 +162,15 @@ impl<B: Nvfp4Kernels> Tensors for Live<'_, B> {
 
     fn read_packed(&self, name: &str) -> Result<Packed, ModelError> {
         match self.field(name).and_then(Field::packed) {
-            Some(w) => {
-                let packed = w.to_packed().map_err(ModelError::nvfp4(name))?;
-                // E4M3 has no infinity, and its NaN has all bits but the sign.
-                let scales_are_finite = packed.scales.iter().all(|scale| scale & 0x7f != 0x7f);
-                match packed.global.is_finite() {
-                    true if scales_are_finite => Ok(packed),
-                    true => Err(self.not_finite(name, f32::NAN)),
-                    false => Err(self.not_finite(name, packed.global)),
-                }
-            }
+            Some(w) => self.on_the_host(name, w),
             _ => Err(ModelError::weights(self.path(), format!("{name:?} is dense; NVFP4 is needed"))),
         }
+    }
+
+    fn quantized(&self, name: &str, spec: QuantizeSpec) -> Result<Packed, ModelError> {
+        let field = self.field(name).ok_or_else(|| ModelError::missing(self.path(), name))?;
+        let quantized = self.on_the_host(name, &Nvfp4Tensor::quantize(field.matrix(), spec));
+        // The codes do not tell which value is not finite; the values do.
+        quantized.or_else(|error| self.read_rows(name, 0..row_count(&field.shape())).and(Err(error)))
     }
 }
