@@ -30,7 +30,9 @@ chmod +x "$runs/train-cli"
 (cd "$runs" && time ./train-cli fit --demo) > "$runs/demo.txt" 2>&1 &
 demo=$!
 TRAIN_CLI="$runs/train-cli" cargo test --locked --workspace --target "$triple" --test promises -- \
-  parity codec quantizer formats foreign optimizer --skip data_formats
+  parity codec quantizer formats foreign optimizer text:: gguf calibration data_make --skip data_formats
+TRAIN_CLI="$runs/train-cli" cargo test --locked --workspace --target "$triple" --test promises -- \
+  --exact data_formats::a_table_is_read_as_its_rows_in_json
 wait "$demo" || { code=$?; cat "$runs/demo.txt"; exit "$code"; }
 tail -n 5 "$runs/demo.txt"
 recorded="$PWD/tests/golden/demo.sha256"
