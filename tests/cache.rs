@@ -241,7 +241,8 @@ fn prompts_in_parts_and_together_as_alone<B: Nvfp4Kernels>(
     }
 }
 
-/// Answers have the same tokens and logarithms of probabilities alone, beside 20 others, and when the pool already has their prompts.
+/// Answers have the same tokens and logarithms of probabilities alone, beside 20 others, and when the pool already has their
+/// prompts.
 fn answers_together_as_alone<B: Nvfp4Kernels>(model: &Qwen3<B>, ids: &[u32], label: &str) {
     let options = |seed: u64| GenerateOptions {
         max_tokens: 6,

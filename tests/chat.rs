@@ -101,9 +101,9 @@ fn a_later_turn_reads_only_what_is_new_and_answers_the_same() {
     assert_ne!(talk[1]["ids"], talk[2]["ids"], "the model answers everything alike; the comparisons say nothing");
 }
 
-/// With a tokenizer that spells each token in one way only, a conversation that keeps its tokens answers as one whose messages are
-/// all read anew: also where a stop token ends the answers, after `/undo`, and where the template leaves an empty thought out of the
-/// turns before the last.
+/// With a tokenizer that spells each token in one way only, a conversation that keeps its tokens answers as one whose messages
+/// are all read anew: also where a stop token ends the answers, after `/undo`, and where the template leaves an empty thought out
+/// of the turns before the last.
 #[test]
 fn a_kept_conversation_answers_as_one_that_is_read_anew() {
     const QUESTIONS: [&str; 3] = ["<5><90>", "<7><300>", "<11><411>"];
@@ -237,7 +237,8 @@ fn commands_change_the_conversation() {
 fn stats_follow_the_conversation() {
     let dir = tempfile::tempdir().unwrap();
     let d = dir.path();
-    // The tokenizer gives the text of this model's answers the tokens that the model made, so that a loaded conversation has as many.
+    // The tokenizer gives the text of this model's answers the tokens that the model made, so that a loaded conversation has as
+    // many.
     endless_model(d);
     let script =
         "/stats\nHello\n/stats\n/save talk.jsonl\nAnd now?\n/undo\n/stats\n/undo\n/stats\nWho?\n/reset\n/stats\n";

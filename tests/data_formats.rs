@@ -500,8 +500,8 @@ fn marked(d: &Path, row: &str) -> String {
     rows.map(|row| row.split_once('\n').unwrap().1).collect::<Vec<_>>().join("\n--\n").trim_end().to_owned()
 }
 
-/// Calls of tools may be a list or its JSON text, in tables without the arguments of other calls. What is no call is refused, because
-/// a template would render it as calls that nobody made.
+/// Calls of tools may be a list or its JSON text, in tables without the arguments of other calls. What is no call is refused,
+/// because a template would render it as calls that nobody made.
 #[test]
 fn calls_of_tools_are_calls_or_refused() {
     let dir = tempfile::tempdir().unwrap();

@@ -42,8 +42,8 @@ fn a_broken_link_is_found() {
 /// The page of the notebook that says which test shows a feature.
 const FEATURES: &str = "doc/notebook/user-experience.md";
 
-/// Outside the notebook and the decisions, which are dated: `path` names a file, and `path:name` something defined in it. The page of
-/// features is held to the same.
+/// Outside the notebook and the decisions, which are dated: `path` names a file, and `path:name` something defined in it. The
+/// page of features is held to the same.
 #[test]
 fn every_named_file_and_function_exists() {
     let mut missing = Vec::new();

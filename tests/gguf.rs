@@ -127,6 +127,16 @@ fn nvfp4_weights_keep_their_codes_and_scales() {
     ok(dir.path(), &[&flags[..], &words, &more].concat());
     ok(dir.path(), &["convert", "r", "copy.safetensors", "--dtype", "bf16"]);
     ok(dir.path(), &["convert", "copy.safetensors", "x.gguf", "--dtype", "nvfp4", "--overwrite"]);
+    // Without --dtype the output is NVFP4 if the input is, and else bf16.
+    let out = run(dir.path(), &["convert", "copy.safetensors", "default.gguf"]);
+    assert!(String::from_utf8_lossy(&out.stderr).contains("bf16, because the input has no NVFP4 weights"));
+    ok(dir.path(), &["convert", "copy.safetensors", "named.gguf", "--dtype", "bf16"]);
+    ok(dir.path(), &["convert", "r", "default2.gguf"]);
+    ok(dir.path(), &["convert", "r", "named2.gguf", "--dtype", "nvfp4"]);
+    for (default, named) in [("default.gguf", "named.gguf"), ("default2.gguf", "named2.gguf")] {
+        let bytes = |name| std::fs::read(dir.path().join(name)).unwrap();
+        assert!(bytes(default) == bytes(named), "{default}");
+    }
     let file = read(&dir.path().join("x.gguf"));
     for (block, kind) in [GGUFTensorType::NVFP4, GGUFTensorType::NVFP4, GGUFTensorType::F16].into_iter().enumerate() {
         for layer in ["attn_q", "attn_output", "ffn_down"] {

@@ -1,5 +1,6 @@
-//! Gradients of linear layers are slopes where the layer is smooth, and layers that share activations have the gradients
-//! that each has alone. `recipe.rs` has the formulas of every recipe. The gradient of an embedding is a sum over the tokens of each id.
+//! Gradients of linear layers are slopes where the layer is smooth, and layers that share activations have the gradients that
+//! each has alone. `recipe.rs` has the formulas of every recipe. The gradient of an embedding is a sum over the tokens of each
+//! id.
 
 use crate::support::{Cpu, Cube, RECIPES, Random, host, matrix, on_gpu, relative, supports};
 use backend_nvfp4::{

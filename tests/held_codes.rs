@@ -1,6 +1,6 @@
-//! The codes that a step of AdamW leaves of a master weight are those that the quantizer makes of the new weight, in every bit: whether
-//! the largest magnitude of the weight is the one of before, or another, or the step was refused. Codes that someone else holds stay as
-//! they are.
+//! The codes that a step of AdamW leaves of a master weight are those that the quantizer makes of the new weight, in every bit:
+//! whether the largest magnitude of the weight is the one of before, or another, or the step was refused. Codes that someone else
+//! holds stay as they are.
 
 use crate::{
     optimizer::{judged, step},
@@ -42,8 +42,8 @@ struct Case {
     state: StateKind,
 }
 
-/// Values of many sizes, in blocks that have one each: some are zero, or have scales below the smallest normal one. The first is the
-/// largest, and its gradient is zero.
+/// Values of many sizes, in blocks that have one each: some are zero, or have scales below the smallest normal one. The first is
+/// the largest, and its gradient is zero.
 fn values(random: &mut Random, len: usize) -> (Vec<f32>, Vec<f32>) {
     let mut weights: Vec<f32> = (0..len.div_ceil(16))
         .flat_map(|_| {
@@ -70,7 +70,7 @@ fn leaves_codes<B: Nvfp4Kernels>(device: &B::Device, case: &Case) -> bool {
     };
     let mut w: FloatTensor<B> = float(&weights, half);
     let mut moments = AdamwState::<B>::zeros(state, rows * cols, half, device);
-    if master == MasterKind::Bf16Residual {
+    if master == MasterKind::BF16_RESIDUAL {
         moments = moments.with_residual(rows * cols, device);
     }
     let Some(mut held) = B::nvfp4_held(w.clone(), state, spec(block)) else { return false };
@@ -104,9 +104,9 @@ fn cases(rows: [[usize; 2]; 2]) -> Vec<Case> {
         ([48, 768], BlockShape::Square),
     ] {
         for (master, state) in [
-            (MasterKind::Bf16, StateKind::Int8),
-            (MasterKind::Bf16Residual, StateKind::Int4),
-            (MasterKind::Bf16Nearest, StateKind::Int8),
+            (MasterKind::BF16, StateKind::Int8),
+            (MasterKind::BF16_RESIDUAL, StateKind::Int4),
+            (MasterKind::BF16_NEAREST, StateKind::Int8),
         ] {
             all.push(Case { shape, block, master, state });
         }

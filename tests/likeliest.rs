@@ -1,7 +1,7 @@
-//! The tokens that a device draws are those of the reference: drawn from a few of the most likely ones and from all, over one part of
-//! a row and several, with equal logits, infinities and NaN, by temperature, top-k, top-p and min-p, after a repetition penalty.
-//! Answers that are made together are those that are made alone, however many candidates each of them asks for. A token that was
-//! read ahead leaves nothing behind.
+//! The tokens that a device draws are those of the reference: drawn from a few of the most likely ones and from all, over one
+//! part of a row and several, with equal logits, infinities and NaN, by temperature, top-k, top-p and min-p, after a repetition
+//! penalty. Answers that are made together are those that are made alone, however many candidates each of them asks for. A token
+//! that was read ahead leaves nothing behind.
 
 use crate::support::{Cube, Random, golden, on_gpu};
 use backend_nvfp4::{Draw, DrawnToken, LinearSpec, Penalty, Precision, Recipe, Scaling, draw, penalize, reference};

@@ -2,12 +2,14 @@
 //! range, a huge number, ten thousand brackets …) and must answer with an error or with what the file says, but never with a
 //! panic. A change that made a reader panic can be repeated: the message names reader and seed.
 //!
-//! CI breaks files for twenty seconds. A minute for each reader is
+//! CI breaks files for twenty seconds for each reader that is fuzzed, too, and as long for all others together. A minute for each
+//! reader, in four parts, is
 //!
-//!     cargo test --workspace --test promises -- --ignored a_minute_for_each_reader
+//!     PART=1/4 cargo test --workspace --test promises -- --ignored a_minute_for_each_reader
 
 use crate::support::{
     Random,
+    faulty_disk::part,
     files::{Cost, cost, demo_file, forge, ok, tiny_model},
     golden,
 };
@@ -55,37 +57,78 @@ struct Reader {
     forged: bool,
 }
 
-/// How long all readers together are given broken files in CI.
+/// The readers that are fuzzed, too (doc/notebook/fuzzing.md), each with the name of its target.
+const FUZZED: [(&str, &str); 7] = [
+    ("dat", ".dat"),
+    ("safetensors", "safetensors"),
+    ("config", "config.json"),
+    ("tokenizer", "tokenizer.json"),
+    ("jsonl", "messages"),
+    ("manifest", "manifest.json"),
+    ("template", "chat template"),
+];
+
+/// How long each of these, and all others together, are given broken files in CI.
 const SMOKE: Duration = Duration::from_secs(20);
 /// Each reader gets so many of them at least, on a slow machine, too.
 const FEWEST: u64 = 40;
 
 #[test]
-fn broken_files_make_no_reader_panic() {
+fn broken_files_make_no_binary_reader_panic() {
+    smoke(&[".dat", "safetensors", "manifest.json"]);
+}
+
+#[test]
+fn broken_files_make_no_parser_of_text_panic() {
+    smoke(&["config.json", "tokenizer.json", "messages", "chat template"]);
+}
+
+/// Gives broken files to each of these readers for [`SMOKE`].
+fn smoke(names: &[&str]) {
+    let dir = tempfile::tempdir().unwrap();
+    let readers = readers(dir.path());
+    let chosen: Vec<_> = readers.iter().filter(|reader| names.contains(&reader.name)).collect();
+    assert_eq!(chosen.len(), names.len());
+    for reader in chosen {
+        let (accepted, refused) = broken(reader, SMOKE);
+        assert!(accepted > 5 && refused > 50, "{}: {accepted} were accepted and {refused} refused", reader.name);
+    }
+}
+
+#[test]
+fn broken_files_make_no_other_reader_panic() {
     let dir = tempfile::tempdir().unwrap();
     let (mut accepted, mut refused) = (0, 0);
-    let readers = readers(dir.path());
-    let time = SMOKE / readers.len() as u32;
-    for reader in readers {
-        let valid = fs::read(&reader.file).unwrap();
-        assert!((reader.read)(&reader.file), "{}: the valid file is refused", reader.name);
-        let started = Instant::now();
-        for seed in 0.. {
-            if seed >= FEWEST && started.elapsed() > time {
-                break;
-            }
-            let taken = read_broken(&reader, &valid, seed);
-            accepted += usize::from(taken);
-            refused += usize::from(!taken);
-        }
-        // Every beginning of a small file, and some of a larger one.
-        let step = if valid.len() <= SMALL { 1 } else { valid.len().div_ceil(100) };
-        for cut in (0..valid.len()).step_by(step) {
-            read_bytes(&reader, &valid[..cut], &format!("the first {cut} bytes"));
-        }
-        reader.write(&valid);
+    let mut readers = readers(dir.path());
+    readers.retain(|reader| FUZZED.iter().all(|(_, name)| reader.name != *name));
+    for reader in &readers {
+        let (more, others) = broken(reader, SMOKE / readers.len() as u32);
+        (accepted, refused) = (accepted + more, refused + others);
     }
     assert!(accepted > 20 && refused > 200, "{accepted} broken files were accepted and {refused} refused");
+}
+
+/// Gives broken files to a reader for so long. Returns how many it accepted, and how many it refused.
+fn broken(reader: &Reader, time: Duration) -> (usize, usize) {
+    let (mut accepted, mut refused) = (0, 0);
+    let valid = fs::read(&reader.file).unwrap();
+    assert!((reader.read)(&reader.file), "{}: the valid file is refused", reader.name);
+    let started = Instant::now();
+    for seed in 0.. {
+        if seed >= FEWEST && started.elapsed() > time {
+            break;
+        }
+        let taken = read_broken(reader, &valid, seed);
+        accepted += usize::from(taken);
+        refused += usize::from(!taken);
+    }
+    // Every beginning of a small file, and some of a larger one.
+    let step = if valid.len() <= SMALL { 1 } else { valid.len().div_ceil(100) };
+    for cut in (0..valid.len()).step_by(step) {
+        read_bytes(reader, &valid[..cut], &format!("the first {cut} bytes"));
+    }
+    reader.write(&valid);
+    (accepted, refused)
 }
 
 /// What fuzzing found worth keeping (doc/notebook/fuzzing.md), for the readers that it was made for.
@@ -93,15 +136,7 @@ fn broken_files_make_no_reader_panic() {
 fn the_files_of_the_fuzzers_make_no_reader_panic() {
     let dir = tempfile::tempdir().unwrap();
     let readers = readers(dir.path());
-    for (target, name) in [
-        ("dat", ".dat"),
-        ("safetensors", "safetensors"),
-        ("config", "config.json"),
-        ("tokenizer", "tokenizer.json"),
-        ("jsonl", "messages"),
-        ("manifest", "manifest.json"),
-        ("template", "chat template"),
-    ] {
+    for (target, name) in FUZZED {
         let reader = readers.iter().find(|reader| reader.name == name).unwrap();
         let packed = fs::read(golden("").join(format!("../fuzz/corpus/{target}.gz"))).unwrap();
         let mut all = Vec::new();
@@ -146,10 +181,10 @@ fn broken_files_cost_the_program_little_time_and_memory() {
 }
 
 #[test]
-#[ignore = "a minute for each of twenty readers; broken_files_make_no_reader_panic takes twenty seconds for all"]
+#[ignore = "a minute for each of some thirty readers; three tests take twenty seconds for each of seven, and for the others"]
 fn a_minute_for_each_reader() {
     let dir = tempfile::tempdir().unwrap();
-    for reader in readers(dir.path()) {
+    for reader in part(readers(dir.path())) {
         let valid = fs::read(&reader.file).unwrap();
         let (started, mut slowest) = (Instant::now(), Duration::ZERO);
         let mut seed = 1000;

@@ -14,7 +14,7 @@ use burn_cubecl::CubeRuntime;
 
 const STATES: [StateKind; 4] = [StateKind::F32, StateKind::Bf16, StateKind::Int8, StateKind::Int4];
 const MASTERS: [MasterKind; 5] =
-    [MasterKind::F32, MasterKind::Bf16Residual, MasterKind::Bf16, MasterKind::Bf16Nearest, MasterKind::Nvfp4];
+    [MasterKind::F32, MasterKind::BF16_RESIDUAL, MasterKind::BF16, MasterKind::BF16_NEAREST, MasterKind::Nvfp4];
 
 /// Step `t`, counted from 1, with clipping.
 pub(crate) fn step(t: i32, lr: f32, seed: u64) -> AdamwStep {
@@ -66,7 +66,7 @@ fn trained_beside<B: Nvfp4Kernels>(run: &Run<'_>, master: MasterKind, state: Sta
         }
         return host(Nvfp4Tensor::<B>::from_primitive(w).dequantize(DType::F32));
     }
-    if master == MasterKind::Bf16Residual {
+    if master == MasterKind::BF16_RESIDUAL {
         moments = moments.with_residual(rows * cols, &device);
     }
     let (dtype, values) = match master {
@@ -188,9 +188,9 @@ fn stored_weight(x: f32, i: usize, master: MasterKind, stream: Stream) -> f32 {
     match master {
         MasterKind::F32 => x,
         // 16 bits and 8 more, the last of them rounded.
-        MasterKind::Bf16Residual => f32::from_bits((bits + 0x80) & !0xFF),
-        MasterKind::Bf16Nearest => half::bf16::from_f32(x).to_f32(),
-        MasterKind::Bf16 => {
+        MasterKind::BF16_RESIDUAL => f32::from_bits((bits + 0x80) & !0xFF),
+        MasterKind::BF16_NEAREST => half::bf16::from_f32(x).to_f32(),
+        MasterKind::BF16 => {
             // A draw of 16 bits: a word of the generator serves two values.
             let draw = philox((i / 8) as u32, stream)[i % 8 / 2] >> (i % 2 * 16) & 0xFFFF;
             f32::from_bits((bits + draw) & !0xFFFF)
@@ -294,7 +294,7 @@ fn every_form_is_the_formula<B: Nvfp4Kernels>() {
             let exact = by_the_formula(&run, master, state);
             // f32 and f64 differ in the last bits of f32: then a value may be rounded to the other side, which for weights
             // of 24 bits is as near as 2^-15.
-            let share = if master == MasterKind::Bf16Residual { 4e-5 } else { 2e-6 };
+            let share = if master == MasterKind::BF16_RESIDUAL { 4e-5 } else { 2e-6 };
             let apart = |(a, b): &(&f32, &f64)| (f64::from(**a) - **b).abs() > share * b.abs().max(1e-2);
             let count = ours.iter().zip(&exact).filter(apart).count();
             assert!(count * 200 <= ours.len(), "{master:?}, {state:?}, {shape:?}: {count} of {} differ", ours.len());
@@ -374,7 +374,7 @@ fn twenty_small_steps_move_every_master_but_the_nearest_as_the_formula() {
     let exact: Vec<f64> = by_the_formula(&run(&grads, 0), MasterKind::F32, StateKind::F32);
     let exact: Vec<f64> = exact.iter().zip(&start).map(|(a, b)| a - f64::from(*b)).collect();
     let square: f64 = exact.iter().map(|d| d * d).sum();
-    for (master, moves) in MASTERS.map(|m| (m, m != MasterKind::Bf16Nearest)) {
+    for (master, moves) in MASTERS.map(|m| (m, m != MasterKind::BF16_NEAREST)) {
         // Rounding to 4 bits is nine times as loud as these steps: several draws are averaged.
         let draws = if master == MasterKind::Nvfp4 { 6 } else { 1 };
         let share = |seed| {
@@ -463,7 +463,7 @@ fn a_step_with_a_verdict_changes_nothing() {
                     continue;
                 }
                 let mut moments = AdamwState::<B>::zeros(state, rows * cols, half, &device);
-                if master == MasterKind::Bf16Residual {
+                if master == MasterKind::BF16_RESIDUAL {
                     moments = moments.with_residual(rows * cols, &device);
                 }
                 let bytes = |w: Weight<B>, m: &AdamwState<B>| Held::of(w, m).bytes;

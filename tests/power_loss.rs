@@ -1,7 +1,7 @@
 //! The power fails while a run writes. What was not synced is then lost, or arrives in part, or arrives while the name of its
-//! file does not. All files and folders have the same fate, or each has its own. Whatever is left on the disk, each checkpoint and each output is the old one or the new one, a checkpoint
-//! after which the run has gone on is not lost, and the same command with `--resume-from-checkpoint` ends with the bits of a
-//! run without a power failure.
+//! file does not. All files and folders have the same fate, or each has its own. Whatever is left on the disk, each checkpoint
+//! and each output is the old one or the new one, a checkpoint after which the run has gone on is not lost, and the same command
+//! with `--resume-from-checkpoint` ends with the bits of a run without a power failure.
 //!
 //! Every disk operation of a real run is recorded, played back up to one of them on a model of a disk, and what such a disk
 //! may hold afterwards is written to a folder. CI tries some places; all are

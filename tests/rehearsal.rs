@@ -177,7 +177,8 @@ impl Job for Answered<'_> {
         };
         let model = model.with_cache_format(cache);
         let Some(prompt) = prompt else { return Ok(()) };
-        // A greedy answer to the prompt, and others to a prompt of one token: drawn from few tokens and from all, and with a penalty.
+        // A greedy answer to the prompt, and others to a prompt of one token: drawn from few tokens and from all, and with a
+        // penalty.
         let penalized = Sampling { repetition_penalty: 1.3, ..Sampling::GREEDY };
         let drawn = [20, 30, 100].map(|top_k| (1, Sampling { top_k, ..Sampling::CARD }));
         for (prompt, sampling) in [(prompt, Sampling::GREEDY), (1, penalized)].into_iter().chain(drawn) {

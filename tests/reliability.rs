@@ -575,7 +575,7 @@ fn a_complete_run_without_its_outputs_makes_them_again() {
         stderr
     };
     assert!(resume().contains("is complete at step 30"));
-    for lost in ["r.dat", "r/train_results.json", "r/final/model.dat"] {
+    for lost in ["r.dat", "r.dat.trained.json", "r/train_results.json", "r/final/model.dat"] {
         fs::remove_file(d.join(lost)).unwrap();
         assert!(!resume().contains("is complete"), "{lost}");
         assert!(d.join(lost).exists() && fs::read(d.join("r.dat")).unwrap() == exported, "{lost}");

@@ -124,8 +124,8 @@ fn a_plain_resume_has_the_settings_of_the_last_command() {
     }
 }
 
-/// Inputs may lie in another folder than before, since their contents are compared. The file of settings names the run, too, and the
-/// output of another run is not replaced because its settings are used again.
+/// Inputs may lie in another folder than before, since their contents are compared. The file of settings names the run, too, and
+/// the output of another run is not replaced because its settings are used again.
 #[test]
 fn inputs_may_be_moved_and_settings_may_name_the_run() {
     let dir = tempfile::tempdir().unwrap();

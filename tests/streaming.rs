@@ -377,8 +377,8 @@ fn every_way_gives_the_same_update() {
     for (recipe, master, state) in [
         (Recipe::Bf16, MasterKind::F32, StateKind::F32),
         (Recipe::W4, MasterKind::F32, StateKind::Int8),
-        (Recipe::W4a4, MasterKind::Bf16, StateKind::Int4),
-        (Recipe::Nvfp4(Nvfp4Parts::ALL), MasterKind::Bf16Residual, StateKind::Bf16),
+        (Recipe::W4a4, MasterKind::BF16, StateKind::Int4),
+        (Recipe::Nvfp4(Nvfp4Parts::ALL), MasterKind::BF16_RESIDUAL, StateKind::Bf16),
         (Recipe::W4, MasterKind::Nvfp4, StateKind::Int8),
         (Recipe::W4, MasterKind::Nvfp4, StateKind::Int4),
     ] {
@@ -712,8 +712,8 @@ fn a_refused_loss_leaves_no_graph_behind() {
     on_gpu!(on_cube);
 }
 
-/// Where the graph of a block is kept, the optimizer leaves the codes of its weights, which the next step reads. This changes no number,
-/// and nobody else holds the codes.
+/// Where the graph of a block is kept, the optimizer leaves the codes of its weights, which the next step reads. This changes no
+/// number, and nobody else holds the codes.
 #[test]
 fn codes_that_the_optimizer_leaves_change_no_number_on_the_gpu() {
     fn coded<B: Nvfp4Kernels>(model: &Qwen3<B>) -> usize {
@@ -721,9 +721,10 @@ fn codes_that_the_optimizer_leaves_change_no_number_on_the_gpu() {
         fields(model).iter().filter(|(_, field)| coded(field)).count()
     }
     fn on_cube<R: CubeRuntime>() {
-        for (recipe, master, state) in
-            [(Recipe::W4a4, MasterKind::Bf16, StateKind::Int8), (Recipe::W4, MasterKind::Bf16Residual, StateKind::Int4)]
-        {
+        for (recipe, master, state) in [
+            (Recipe::W4a4, MasterKind::BF16, StateKind::Int8),
+            (Recipe::W4, MasterKind::BF16_RESIDUAL, StateKind::Int4),
+        ] {
             let run = |kept| {
                 let mut net = trainee::<Cube<R>>(true, recipe, master);
                 let mut stepper = stepper::<Cube<R>>(Way::Blocks { kept, gathers: false }, 0.05, master, state);

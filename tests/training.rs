@@ -719,6 +719,9 @@ fn the_demo_learns_exports_and_answers() {
     ] {
         assert!(stderr.contains(text), "{text} is missing in:\n{stderr}");
     }
+    // A model of random weights repeats a token, here a line break, and is not asked for more than eight.
+    let before = stderr.lines().find(|line| line.trim_start().starts_with("before")).unwrap();
+    assert!(before.matches("\\n").count() == 8 && before.ends_with(" …"), "{before}");
     // The exported file gives the trained answer and stops by itself; so does W4A4.
     for more in [&[][..], &["--w4a4"]] {
         let mut args =

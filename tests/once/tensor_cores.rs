@@ -19,8 +19,8 @@ use kernels_cubecl::{
 
 const BF16: StorageType = StorageType::Scalar(ElemType::Float(FloatKind::BF16));
 
-/// Every kind of product, in tiles of every width, on `mma.sync` and on Hopper's own instructions. Results in f32 that begin at zero
-/// are made without and with the sums of their squares.
+/// Every kind of product, in tiles of every width, on `mma.sync` and on Hopper's own instructions. Results in f32 that begin at
+/// zero are made without and with the sums of their squares.
 pub(super) fn gemms(zeros: &Zeros, rows: usize) -> Result<(), KernelError> {
     for cols in gemm::tile_columns(zeros.client) {
         each_gemm(zeros, rows, |products| gemm::gemm_in(zeros.client, products, cols))?;
