@@ -1,5 +1,5 @@
-//! Words of a buffer that the host has asked a device for. The device sends them before it runs what is launched later, and the host
-//! waits for them when it needs them.
+//! Words of a buffer that the host has asked a device for. The device sends them before it runs what is launched later, and the
+//! host waits for them when it needs them.
 
 use crate::error::Nvfp4Error;
 use std::fmt;

@@ -1,5 +1,5 @@
-//! Tokens that a device draws from logits ([`mod@kernels_cubecl::draw`]). Whoever needs them on the device has them at once. The host
-//! asks for them right away, too, and reads them when it wants: what is launched in between does not delay it.
+//! Tokens that a device draws from logits ([`mod@kernels_cubecl::draw`]). Whoever needs them on the device has them at once. The
+//! host asks for them right away, too, and reads them when it wants: what is launched in between does not delay it.
 
 use crate::{asked::Asked, error::Nvfp4Error};
 use burn::tensor::{Int, Tensor, backend::Backend};

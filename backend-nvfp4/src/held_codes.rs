@@ -13,8 +13,8 @@ use kernels_cubecl::quantize::QuantizeSpec;
 pub struct HeldPrimitive<B: Backend> {
     /// The codes.
     pub packed: Nvfp4Primitive<B>,
-    /// The bits of the f32 numbers that [`amax`](kernels_cubecl::quantize::amax()) finds in the weight, in a U32 tensor `[3]`, because
-    /// Int tensors pass through autodiff unchanged.
+    /// The bits of the f32 numbers that [`amax`](kernels_cubecl::quantize::amax()) finds in the weight, in a U32 tensor `[3]`,
+    /// because Int tensors pass through autodiff unchanged.
     pub amax: IntTensor<B>,
     /// How they were made.
     pub spec: QuantizeSpec,

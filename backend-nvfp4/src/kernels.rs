@@ -36,8 +36,8 @@ pub trait Nvfp4Kernels: Nvfp4Backend {
     /// Quantizes float matrices of one dtype with one tensor scale: that of a matrix with all of their values.
     fn nvfp4_quantize_together(xs: Vec<FloatTensor<Self>>, spec: QuantizeSpec) -> Vec<Nvfp4Primitive<Self>>;
 
-    /// Quantizes the transpose of a float matrix `[rows, cols]` along its columns; `rows` is a multiple of 16. If `rotated`, the random
-    /// Hadamard transform rotates every 16 values first.
+    /// Quantizes the transpose of a float matrix `[rows, cols]` along its columns; `rows` is a multiple of 16. If `rotated`, the
+    /// random Hadamard transform rotates every 16 values first.
     fn nvfp4_quantize_across(x: FloatTensor<Self>, spec: QuantizeSpec, rotated: bool) -> Nvfp4Primitive<Self>;
 
     /// The result of [`Self::nvfp4_quantize_across`] for one product, in the form that [`Self::products`] reads fastest.
@@ -270,8 +270,8 @@ pub trait Nvfp4Kernels: Nvfp4Backend {
         chunk: usize,
     ) -> (FloatTensor<Self>, AdamwState<Self>);
 
-    /// Quantizes a master weight `[N, K]`, to nearest, for steps of AdamW with moments of this kind that leave codes. `None` if they
-    /// cannot: the next forward then quantizes the weight.
+    /// Quantizes a master weight `[N, K]`, to nearest, for steps of AdamW with moments of this kind that leave codes. `None` if
+    /// they cannot: the next forward then quantizes the weight.
     fn nvfp4_held(_w: FloatTensor<Self>, _kind: StateKind, _spec: QuantizeSpec) -> Option<HeldPrimitive<Self>> {
         None
     }
@@ -285,17 +285,17 @@ pub trait Nvfp4Kernels: Nvfp4Backend {
         chunk: usize,
     ) -> (Nvfp4Primitive<Self>, AdamwState<Self>);
 
-    /// Writes the sum of the squares of a gradient to its place among the sums of a step, f32 `[N]`. The verdict on the gradients of
-    /// the step, f32 `[1]`, grows by 1 if the sum is not finite. Returns the sums and the verdict, which are updated in place when
-    /// nothing else holds them.
+    /// Writes the sum of the squares of a gradient to its place among the sums of a step, f32 `[N]`. The verdict on the gradients
+    /// of the step, f32 `[1]`, grows by 1 if the sum is not finite. Returns the sums and the verdict, which are updated in place
+    /// when nothing else holds them.
     fn square_sum(
         x: Gradient<Self>,
         sums_and_place: (FloatTensor<Self>, usize),
         verdict: FloatTensor<Self>,
     ) -> (FloatTensor<Self>, FloatTensor<Self>);
 
-    /// Adds the gradient `dy` `[M, D]` of tokens to the gradient `[V, D]` of an embedding, f32: row m of `dy` to row `ids[m]`. Rows of
-    /// one id are added to each other first, in order. The gradient is updated in place when nothing else holds it.
+    /// Adds the gradient `dy` `[M, D]` of tokens to the gradient `[V, D]` of an embedding, f32: row m of `dy` to row `ids[m]`.
+    /// Rows of one id are added to each other first, in order. The gradient is updated in place when nothing else holds it.
     fn segment_sum(gradient: FloatTensor<Self>, ids: &[u32], dy: FloatTensor<Self>) -> FloatTensor<Self>;
 
     /// Returns `sum + x` in the dtype of `sum`, which is updated in place when nothing else holds it.

@@ -55,26 +55,29 @@ impl StateKind {
 /// How the master weights of linear layers and of the embedding are stored. Norms are always f32.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum MasterKind {
-    /// f32: 4 bytes a parameter.
-    F32,
-    /// bf16 and 8 more bits that only the optimizer reads: 3 bytes.
-    Bf16Residual,
-    /// bf16 with stochastic rounding: 2 bytes.
-    Bf16,
-    /// bf16 rounded to nearest: 2 bytes. It loses small steps and exists for comparison.
-    Bf16Nearest,
-    /// NVFP4 with stochastic rounding: 0.56 bytes. The embedding stays bf16.
+    /// All dense.
+    Dense(Master),
+    /// Linear layers in NVFP4 with stochastic rounding: 0.56 bytes a parameter. The embedding stays bf16.
     Nvfp4,
 }
 
 impl MasterKind {
+    /// f32: 4 bytes a parameter.
+    pub const F32: Self = Self::Dense(Master::Exact);
+    /// bf16 and 8 more bits that only the optimizer reads: 3 bytes.
+    pub const BF16_RESIDUAL: Self = Self::Dense(Master::Residual);
+    /// bf16 with stochastic rounding: 2 bytes.
+    pub const BF16: Self = Self::Dense(Master::Stochastic);
+    /// bf16 rounded to nearest: 2 bytes. It loses small steps and exists for comparison.
+    pub const BF16_NEAREST: Self = Self::Dense(Master::Nearest);
+
     /// The name on the command line and in files.
     pub fn name(self) -> &'static str {
         match self {
             Self::F32 => "f32",
-            Self::Bf16Residual => "bf16-residual",
-            Self::Bf16 => "bf16",
-            Self::Bf16Nearest => "bf16-nearest",
+            Self::BF16_RESIDUAL => "bf16-residual",
+            Self::BF16 => "bf16",
+            Self::BF16_NEAREST => "bf16-nearest",
             Self::Nvfp4 => "nvfp4",
         }
     }
@@ -82,10 +85,8 @@ impl MasterKind {
     /// The form of the weights that stay dense.
     pub fn dense(self) -> Master {
         match self {
-            Self::F32 => Master::Exact,
-            Self::Bf16Residual => Master::Residual,
-            Self::Bf16 | Self::Nvfp4 => Master::Stochastic,
-            Self::Bf16Nearest => Master::Nearest,
+            Self::Dense(master) => master,
+            Self::Nvfp4 => Master::Stochastic,
         }
     }
 }

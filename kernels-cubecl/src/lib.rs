@@ -29,7 +29,7 @@
 //! | [`mod@segment_sum`] | the gradient of an embedding, from the gradients of its tokens |
 //! | [`gradient`] | the sum of squares for the global norm, and the sum of micro-batches |
 //! | [`adamw`] | one AdamW update of a chunk, for every way to store moments and master weights |
-//! | [`mod@bench`] | times every kernel at the shapes of Qwen3-4B |
+//! | [`mod@bench`] | times the kernels that take most of the time, at the shapes of Qwen3-4B |
 //! | [`device`] | what launches ask of a device, and how many cubes they start |
 //! | [`host_memory`] | how a program ends when the host has no more memory |
 //! | [`vulkan`] | whose memory the default adapter of Vulkan has, and how much of it is free |
@@ -69,11 +69,11 @@
 //! fragments.
 //!
 //! # Launches
-//! This crate knows no model, no file but the cache of compiled kernels ([`compile_ahead`]), and of the tensor library only the mark of a device, which
-//! [`any_cuda`] needs. A launch function takes buffers as
-//! [`cubecl::prelude::ArrayArg`], checks their lengths against the shapes ([`KernelError`]) and queues the kernel.
-//! Errors of the device, such as out of memory, surface at the next synchronization. A kernel takes a buffer that may
-//! be missing, or of which there may be several, as a `Sequence`: none, one, or one for each item.
+//! This crate knows no model, no file but the cache of compiled kernels ([`compile_ahead`]), and of the tensor library only the
+//! mark of a device, which [`any_cuda`] needs. A launch function takes buffers as [`cubecl::prelude::ArrayArg`], checks their
+//! lengths against the shapes ([`KernelError`]) and queues the kernel. Errors of the device, such as out of memory, surface at
+//! the next synchronization. A kernel takes a buffer that may be missing, or of which there may be several, as a `Sequence`:
+//! none, one, or one for each item.
 
 // Launching a kernel is unsafe in CubeCL; each launch states why its lengths hold.
 #![allow(unsafe_code)]

@@ -1,11 +1,9 @@
 //! The most likely tokens: the largest logits of each row and their columns, so that the host need not read a vocabulary of
-//! logits for each token.
-//! ```text
-//! for row { sort the columns by x[row][column], the largest first, of equal ones the first column; take `count` }    // the plain loop
-//! ```
-//! One launch takes `count` from each part of a row, a second one from these. A cube finds one value after another: the
-//! largest of the cube, then the smallest column that has it, and takes it out. NaN is never taken; a row that has one says
-//! so. Reads each logit once: bound by memory for few values, and by the barriers of a cube for many.
+//! logits for each token. ```text for row { sort the columns by x[row][column], the largest first, of equal ones the first
+//! column; take `count` }    // the plain loop ``` One launch takes `count` from each part of a row, a second one from these. A
+//! cube finds one value after another: the largest of the cube, then the smallest column that has it, and takes it out. NaN is
+//! never taken; a row that has one says so. Reads each logit once: bound by memory for few values, and by the barriers of a cube
+//! for many.
 
 use crate::{
     error::{KernelError, expect_len, index, require},

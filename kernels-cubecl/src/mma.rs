@@ -1,11 +1,8 @@
-//! What the tensor-core kernels share: tiles in shared memory, and fragments of the instruction `mma.sync` m16n8k16,
-//! which computes
-//! ```text
-//! sum[i, j] += sum_r a[i, r] * b[r, j]                              // 16 rows, 8 columns, 16 summed values
-//! for i in 0..16 { for j in 0..8 { for r in 0..16 { sum[i][j] += a[i][r] * b[r][j] } } }    // the plain loop
-//! ```
-//! The 32 lanes of the instruction hold a fragment of `a`, `b` and `sum` each. An *octet* is the eight neighboring 16-bit values that
-//! one copy moves.
+//! What the tensor-core kernels share: tiles in shared memory, and fragments of the instruction `mma.sync` m16n8k16, which
+//! computes ```text sum[i, j] += sum_r a[i, r] * b[r, j]                              // 16 rows, 8 columns, 16 summed values for
+//! i in 0..16 { for j in 0..8 { for r in 0..16 { sum[i][j] += a[i][r] * b[r][j] } } }    // the plain loop ``` The 32 lanes of
+//! the instruction hold a fragment of `a`, `b` and `sum` each. An *octet* is the eight neighboring 16-bit values that one copy
+//! moves.
 //!
 //! A tile is `rows` by `width` octets. Octet `o` of row `row` is at `row * width + (o ^ (row % 8))`, or `o ^ (row / 2
 //! % 4)` where a row has four octets. With this swizzle, `cp.async` writes whole rows and `ldmatrix` reads a column

@@ -2,10 +2,9 @@
 //! less likely, before its next token is drawn.
 //! ```text
 //! for row { for id { y[row][id] = x[row][id], or, if the row has the token id:
-//!                    x[row][id] / factor if it is above 0, else x[row][id] * factor } }                         // the plain loop
-//! ```
-//! The host knows all tokens of a row, but perhaps not the newest one, which the device has drawn. Reads and writes each logit once:
-//! bound by memory.
+//! x[row][id] / factor if it is above 0, else x[row][id] * factor } }                         // the plain loop ``` The host
+//! knows all tokens of a row, but perhaps not the newest one, which the device has drawn. Reads and writes each logit once: bound
+//! by memory.
 
 use crate::{
     error::{KernelError, expect_len, index, require},

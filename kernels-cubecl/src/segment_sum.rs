@@ -1,10 +1,8 @@
-//! The gradient of an embedding: the gradients of tokens, added to the rows of their ids.
-//! ```text
-//! for id { sum = 0; for token of this id, in order { sum += dy[token] }; gradient[id] += sum }                // the plain loop
-//! ```
-//! The host sorts the tokens by their ids. A unit has some columns of an id and goes through the id's tokens, so that sums are f32,
-//! have one order, and need no atomic operations. Reads each row of dy once, and the rows of the ids once more: bound by memory, or by
-//! latency if one id has most of the tokens.
+//! The gradient of an embedding: the gradients of tokens, added to the rows of their ids. ```text for id { sum = 0; for token of
+//! this id, in order { sum += dy[token] }; gradient[id] += sum }                // the plain loop ``` The host sorts the tokens
+//! by their ids. A unit has some columns of an id and goes through the id's tokens, so that sums are f32, have one order, and
+//! need no atomic operations. Reads each row of dy once, and the rows of the ids once more: bound by memory, or by latency if one
+//! id has most of the tokens.
 
 use crate::{
     device::vector_size,
@@ -18,8 +16,8 @@ const UNITS: usize = 128;
 /// Words of an id: the id, where its tokens begin among all, and how many it has.
 const WORDS: usize = 3;
 
-/// Adds row t of `dy` (of type `dtype`, a row of `cols` values for each of `ids`) to row `ids[t]` of `gradient` (f32, rows of `cols`
-/// values).
+/// Adds row t of `dy` (of type `dtype`, a row of `cols` values for each of `ids`) to row `ids[t]` of `gradient` (f32, rows of
+/// `cols` values).
 ///
 /// # Errors
 /// If a buffer does not fit, or an id is no row of `gradient`.

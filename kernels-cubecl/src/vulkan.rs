@@ -67,8 +67,8 @@ impl Adapter {
         let mut budget = vk::PhysicalDeviceMemoryBudgetPropertiesEXT::default();
         let mut memory = vk::PhysicalDeviceMemoryProperties2::default().push_next(&mut budget);
         let (instance, device) = (instance.raw_instance(), adapter.raw_physical_device());
-        // SAFETY: the device is one of this instance, and `adapter` keeps both. Both support Vulkan 1.1, which has this function, and
-        // the device supports the extension that defines the structure of the answer.
+        // SAFETY: the device is one of this instance, and `adapter` keeps both. Both support Vulkan 1.1, which has this function,
+        // and the device supports the extension that defines the structure of the answer.
         unsafe { instance.get_physical_device_memory_properties2(device, &mut memory) };
         let memory = memory.memory_properties;
         most_free(memory.memory_heaps_as_slice(), &budget)

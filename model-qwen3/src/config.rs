@@ -177,8 +177,8 @@ impl Qwen3Config {
         Ok(config)
     }
 
-    /// The first field that differs from that of another model and decides which weights fit, or what is computed with them. Returns
-    /// its name, its value, and that of the other model.
+    /// The first field that differs from that of another model and decides which weights fit, or what is computed with them.
+    /// Returns its name, its value, and that of the other model.
     pub fn differs_from(&self, other: &Self) -> Option<(&'static str, String, String)> {
         let fields = |config: &Self| {
             [

@@ -3,7 +3,8 @@
 //!
 //! NVFP4 weights keep their codes and block scales. Inference engines multiply q, k and v as one matrix, and gate and up as
 //! another, which needs one tensor scale for each of the two: matrices that have a smaller one are rescaled, and
-//! [`Foreign::changed`] counts the codes and block scales that this changes. Dense weights are quantized by the library's own formula.
+//! [`Foreign::changed`] counts the codes and block scales that this changes. Dense weights are quantized by the library's own
+//! formula.
 //!
 //! If [`Foreign::with_inputs`] knows the largest magnitudes of what layers read, these get tensor scales for 4-bit activations.
 //! [`Foreign::with_given_inputs`] keeps those that the source has.

@@ -200,8 +200,8 @@ impl<B: Backend> KvCache<B> {
         self.len += tokens;
     }
 
-    /// Shares the pages of `ids`, the first tokens of the cache, with later sequences of the pool: those that are full, and the last
-    /// one too if the sequence has `ended`, so that nothing is written to it any more.
+    /// Shares the pages of `ids`, the first tokens of the cache, with later sequences of the pool: those that are full, and the
+    /// last one too if the sequence has `ended`, so that nothing is written to it any more.
     pub(crate) fn share(&self, ids: &[u32], ended: bool) {
         let len = if ended { ids.len() } else { ids.len() / PAGE * PAGE };
         self.pool.shared().pages.insert(&self.pages, &ids[..len], ended);

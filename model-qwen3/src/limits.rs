@@ -76,8 +76,8 @@ struct Worker {
     works: mpsc::Sender<Work>,
 }
 
-/// Workers that wait for work, at most one of each kind: a worker keeps the part of its stack that it has used. A template is rendered
-/// for each row of a file, and to start a thread takes longer than that (doc/notebook/log.md, 2026-11-29).
+/// Workers that wait for work, at most one of each kind: a worker keeps the part of its stack that it has used. A template is
+/// rendered for each row of a file, and to start a thread takes longer than that (doc/notebook/log.md, 2026-11-29).
 static IDLE: Mutex<Places> = Mutex::new([const { None }; KINDS]);
 
 /// The workers that wait.

@@ -337,7 +337,8 @@ impl<B: Nvfp4Kernels> Qwen3<B> {
         KvPool::new(config, tokens, *cache, spec.precision.dtype(), &self.device())
     }
 
-    /// Computes the blocks one after another, each by separate operations, for parts of prompts or for the newest tokens of answers.
+    /// Computes the blocks one after another, each by separate operations, for parts of prompts or for the newest tokens of
+    /// answers.
     pub(crate) fn block_by_block(
         &self,
         mut h_MD: Tensor<B, 2>,

@@ -1,5 +1,5 @@
-//! The next token of each answer of a step. A GPU draws it: the next forward then begins before the host knows the token. On a CPU it
-//! is drawn from the logits when they are asked for.
+//! The next token of each answer of a step. A GPU draws it: the next forward then begins before the host knows the token. On a
+//! CPU it is drawn from the logits when they are asked for.
 
 use crate::{ModelError, config::Qwen3Config, model::ids_tensor, weights::to_host};
 use backend_nvfp4::{Asked, Draw, Drawn, Nvfp4Error, Nvfp4Kernels, Penalty, draw, penalize, words_of};

@@ -1,7 +1,7 @@
 //! The pages of a pool, and a prefix cache: which pages are free, and which hold the keys and values of which tokens.
 //!
-//! A page holds consecutive tokens of one sequence. Sequences that begin with the same tokens share the pages of that beginning, and
-//! nothing is written to a shared page. Cached pages form a tree, because keys and values depend on all tokens before them: a
+//! A page holds consecutive tokens of one sequence. Sequences that begin with the same tokens share the pages of that beginning,
+//! and nothing is written to a shared page. Cached pages form a tree, because keys and values depend on all tokens before them: a
 //! page is found by its tokens and by the page in front of it. If no page is free, the least recently used one is evicted (LRU),
 //! among pages that no sequence uses and that have no page behind them.
 
@@ -244,7 +244,8 @@ mod tests {
         ended(&mut pages, &b);
         let used = pages.find(&a).pages;
         pages.release(&used);
-        // Two pages are free. Of the third sequence's three, one is the last page of the second one, which was used before the first.
+        // Two pages are free. Of the third sequence's three, one is the last page of the second one, which was used before the
+        // first.
         let own = pages.take(3).unwrap();
         assert_eq!(pages.find(&b).pages, [2]);
         assert_eq!(pages.find(&a).pages, [0, 1]);

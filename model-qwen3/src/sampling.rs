@@ -1,5 +1,5 @@
-//! How the next token is chosen from logits: after a repetition penalty, the most likely token (greedy), or a draw with temperature,
-//! top-k, top-p and min-p, which `backend_nvfp4` computes. Also the log probabilities of tokens.
+//! How the next token is chosen from logits: after a repetition penalty, the most likely token (greedy), or a draw with
+//! temperature, top-k, top-p and min-p, which `backend_nvfp4` computes. Also the log probabilities of tokens.
 
 use backend_nvfp4::{Draw, Penalty, reference};
 use rayon::{

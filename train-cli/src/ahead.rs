@@ -4,7 +4,8 @@
 
 use crate::{
     CliError,
-    device::{CudaBackend, Job, quietly},
+    device::{CudaBackend, Job},
+    device_failure::quietly,
     progress::{self, Line},
     report,
     settings::DeviceChoice,

@@ -34,6 +34,19 @@ pub fn directory() -> Option<PathBuf> {
     prepare(&root, &key, WEEK)
 }
 
+/// Whether kernels of this build and card are in the cache.
+pub fn has_kernels() -> bool {
+    directory().is_some_and(|folder| holds_files(&folder))
+}
+
+/// Whether a folder, or one inside it, holds a file that is not empty.
+fn holds_files(folder: &Path) -> bool {
+    let entries = fs::read_dir(folder).into_iter().flatten().flatten();
+    entries.map(|entry| entry.path()).any(|path| {
+        if path.is_dir() { holds_files(&path) } else { fs::metadata(&path).is_ok_and(|data| data.len() > 0) }
+    })
+}
+
 /// The model of all cards and the driver's version. `None` if cards are of several models.
 fn cards(driver: &Path) -> Option<String> {
     let version = fs::read_to_string(driver.join("version")).ok()?;
@@ -112,6 +125,16 @@ mod tests {
         assert!(second != first && first.exists() && left() == 6, "a young directory stays");
         let third = of(b"build 1", "GB10", Duration::ZERO);
         assert!(!first.exists() && !second.exists() && third.exists() && left() == 5);
+    }
+
+    #[test]
+    fn a_cache_has_kernels_once_a_file_of_it_holds_something() {
+        let cache = tempfile::tempdir().unwrap();
+        fs::create_dir_all(cache.path().join("0.10/cuda")).unwrap();
+        fs::write(cache.path().join("0.10/cuda/lock"), "").unwrap();
+        assert!(!holds_files(cache.path()) && !holds_files(&cache.path().join("missing")));
+        fs::write(cache.path().join("0.10/cuda/ptx.json.log"), "kernel").unwrap();
+        assert!(holds_files(cache.path()));
     }
 
     #[test]

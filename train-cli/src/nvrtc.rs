@@ -1,29 +1,37 @@
 //! NVIDIA's runtime compiler and its headers: whether they are there, whether they work, and of which CUDA they are.
 
-use super::checked::Checked;
-use crate::device;
+use crate::device_failure::quietly;
 use cudarc::nvrtc::{CompileOptions, compile_ptx, compile_ptx_with_opts};
 
 /// The oldest CUDA whose compiler and headers the kernels were tried with.
 const OLDEST: u32 = 13;
 
-const INSTALL: &str = "only an NVIDIA card needs it; install the CUDA 13 toolkit, or: pip install --target cuda \
+/// What installs both.
+pub const INSTALL: &str = "only an NVIDIA card needs it; install the CUDA 13 toolkit, or: pip install --target cuda \
                        'nvidia-cuda-nvrtc==13.*' 'nvidia-cuda-runtime==13.*' 'nvidia-cuda-crt==13.*' \
                        'nvidia-cuda-cccl==13.*', then set CUDA_PATH and LD_LIBRARY_PATH as doc/guide/first-run.md says";
 
+/// What was found of one of them, or else what is wrong.
+pub type Found = Result<String, String>;
+
+/// What is wrong with either of them, if a card could not compile a kernel.
+pub fn missing() -> Option<String> {
+    compiler().err().or_else(|| headers().err())
+}
+
 /// The library, by what it makes of a kernel.
-pub(super) fn compiler() -> Checked {
-    match device::quietly(|| compile_ptx("extern \"C\" __global__ void f() {}").map_err(|e| e.to_string())) {
-        Some(Ok(ptx)) => judged("NVRTC", release(&ptx.to_src()), "it compiles"),
-        Some(Err(error)) => Checked::missing("NVRTC", error, INSTALL),
-        None => Checked::missing("NVRTC", "the library libnvrtc is not found", INSTALL),
+pub fn compiler() -> Found {
+    match quietly(|| compile_ptx("extern \"C\" __global__ void f() {}").map_err(|e| e.to_string())) {
+        Some(Ok(ptx)) => judged(release(&ptx.to_src()), "it compiles"),
+        Some(Err(error)) => Err(error),
+        None => Err("the library libnvrtc is not found".into()),
     }
 }
 
 /// The headers that kernels include, where CubeCL looks for them.
-pub(super) fn headers() -> Checked {
-    let Some(folder) = device::quietly(cubecl::cuda::install::include_path) else {
-        return Checked::missing("headers", "no CUDA headers are found", INSTALL);
+pub fn headers() -> Found {
+    let Some(folder) = quietly(cubecl::cuda::install::include_path) else {
+        return Err("no CUDA headers are found".into());
     };
     let shown = folder.display().to_string();
     let compile = || {
@@ -31,25 +39,23 @@ pub(super) fn headers() -> Checked {
         let text = "#include <cuda_bf16.h>\nextern \"C\" __global__ void f(__nv_bfloat16 *x) { x[0] = x[1]; }";
         compile_ptx_with_opts(text, options).is_ok()
     };
-    match device::quietly(compile) {
+    match quietly(compile) {
         Some(true) => {
             let version = std::fs::read_to_string(folder.join("cuda.h")).ok().and_then(|text| defined(&text));
-            judged("headers", version, &shown)
+            judged(version, &shown)
         }
-        _ => Checked::missing("headers", format!("cuda_bf16.h does not compile in {shown}"), INSTALL),
+        _ => Err(format!("cuda_bf16.h does not compile in {shown}")),
     }
 }
 
 /// What works is good, unless it is known to be too old.
-fn judged(name: &str, version: Option<(u32, u32)>, found: &str) -> Checked {
+fn judged(version: Option<(u32, u32)>, found: &str) -> Found {
     match version {
-        Some((major, minor)) if major < OLDEST => Checked::missing(
-            name,
-            format!("{found} · CUDA {major}.{minor}, which is too old: the kernels need CUDA {OLDEST}"),
-            INSTALL,
-        ),
-        Some((major, minor)) => Checked::good(name, format!("{found} · CUDA {major}.{minor}")),
-        None => Checked::good(name, found),
+        Some((major, minor)) if major < OLDEST => {
+            Err(format!("{found} · CUDA {major}.{minor}, which is too old: the kernels need CUDA {OLDEST}"))
+        }
+        Some((major, minor)) => Ok(format!("{found} · CUDA {major}.{minor}")),
+        None => Ok(found.to_owned()),
     }
 }
 
@@ -84,11 +90,10 @@ mod tests {
             (defined("#define CUDA_VERSION 12040 \n"), false),
         ] {
             assert!(version.is_some());
-            let checked = judged("NVRTC", version, "it compiles");
-            assert_eq!(checked.good, good, "{version:?}");
+            assert_eq!(judged(version, "it compiles").is_ok(), good, "{version:?}");
         }
         assert_eq!((release(&ptx("13.5, V13")), defined("#define CUDA_VERSION 12040")), (Some((13, 5)), Some((12, 4))));
         assert_eq!((release("// .version 8.0"), defined("")), (None, None));
-        assert!(judged("NVRTC", None, "it compiles").good, "what works is not refused for saying no version");
+        assert!(judged(None, "it compiles").is_ok(), "what works is not refused for saying no version");
     }
 }

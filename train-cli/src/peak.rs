@@ -1,6 +1,6 @@
 //! The peak speed of NVIDIA cards, by which model FLOPs utilization (MFU) is counted: dense products of bf16 with sums in f32.
 
-use crate::{device, settings::DeviceChoice};
+use crate::{device, device_failure, settings::DeviceChoice};
 use cudarc::driver::CudaContext;
 
 /// Words of a card's name, and TFLOP/s. A card has the first entry of which its name has all words. The figures are those of
@@ -30,7 +30,7 @@ const OTHERS: [&str; 7] = ["Laptop", "Mobile", "Max", "Ti", "SUPER", "D", "MIG"]
 pub fn card(device: DeviceChoice) -> Option<String> {
     let DeviceChoice::Cuda(index) = device::resolved(device) else { return None };
     let ask = || CudaContext::new(index).and_then(|context| context.name()).ok();
-    device::quietly(ask).flatten()
+    device_failure::quietly(ask).flatten()
 }
 
 /// The peak in TFLOP/s of the card with this name, if it is in the table.

@@ -1,5 +1,5 @@
-//! Settings to a checked plan. What can be refused without reading data or loading a model is refused here, and
-//! every value that depends on several settings is decided here. A plan is not changed afterwards.
+//! Settings to a checked plan. What can be refused without reading data or loading a model is refused here. A plan is not changed
+//! afterwards. (What depends on the model or the device, too, is decided by `run/preflight.rs`.)
 
 use crate::{
     CliError, data_files,

@@ -164,6 +164,10 @@ pub(crate) fn not_of_the_guard(path: PathBuf) -> Result<PathBuf, &'static str> {
 const WORD: &str = "this word belongs to no flag; `train-cli generate --prompt TEXT` takes a prompt, and a value with spaces \
                     or a pattern such as 'rows/*.jsonl' needs quotation marks";
 
+/// What to do with flags in front of which no command stands.
+const COMMAND: &str = "the command comes first: `train-cli fit` trains, `train-cli generate` asks a model, and `train-cli --help` \
+                       lists the others";
+
 /// The same for a command that takes words without flags, as `inspect FILE` does, and now has one too many.
 const WORD_TOO_MANY: &str = "this word is one too many; a value with spaces or a pattern such as 'rows/*.jsonl' needs \
                              quotation marks";
@@ -198,6 +202,8 @@ pub fn answer(error: &clap::Error) -> Option<String> {
             let takes_words = words.windows(2).any(|two| two[1].starts_with('<') && !two[0].starts_with('-'));
             Some(format!("{typed}: {}", if takes_words { WORD_TOO_MANY } else { WORD }))
         }
+        // The main program of the origin had no commands.
+        ErrorKind::UnknownArgument if of_no_command(error) => Some(format!("{flag}: {COMMAND}")),
         ErrorKind::UnknownArgument => {
             let (_, answer) = FLAGS.iter().find(|(name, _)| name.eq_ignore_ascii_case(flag))?;
             Some(format!("{flag}: {answer}"))
@@ -217,6 +223,13 @@ pub fn answer(error: &clap::Error) -> Option<String> {
         }
         _ => None,
     }
+}
+
+/// Whether an error is about words in front of which no command stands.
+fn of_no_command(error: &clap::Error) -> bool {
+    let usage = error.get(ContextKind::Usage).map(ToString::to_string).unwrap_or_default();
+    let mut words = usage.split_whitespace().skip_while(|word| !word.ends_with("train-cli")).skip(1);
+    words.all(|word| word.starts_with(['[', '<']))
 }
 
 /// Whether a value is a negative whole number.
@@ -319,6 +332,7 @@ mod tests {
             ("chat -m m -o 0", "-o: `train-cli fit --memory-limit SIZE`"),
             ("generate -m m hi", "hi: this word belongs to no flag; `train-cli generate --prompt TEXT`"),
             ("chat -m m hi", "hi: this word belongs to no flag; `train-cli generate --prompt TEXT`"),
+            ("--model-dir m --lr 1e-3", "--model-dir: the command comes first: `train-cli fit` trains"),
             ("inspect a.dat b.dat", "b.dat: this word is one too many; a value with spaces"),
         ] {
             let error = Cli::try_parse_from(format!("train-cli {line}").split(' ')).unwrap_err();

@@ -1,7 +1,7 @@
 //! Ends a program whose device no longer answers. A step that waits for such a device never returns, and neither does an
 //! evaluation. So the work runs on a thread of its own, and the main thread counts the time since the last sign of progress.
 
-use crate::{CliError, device};
+use crate::{CliError, device_failure};
 use std::{
     fmt,
     sync::{
@@ -55,7 +55,7 @@ pub fn run(work: impl FnOnce() -> Result<(), CliError> + Send + 'static) -> Resu
             // The work has panicked, and says so.
             Err(RecvTimeoutError::Disconnected) => match thread.join() {
                 Ok(()) => return Ok(()),
-                Err(panic) => return device::check().and_then(|()| std::panic::resume_unwind(panic)),
+                Err(panic) => return device_failure::check().and_then(|()| std::panic::resume_unwind(panic)),
             },
         }
     }

@@ -2,7 +2,8 @@
 
 use std::collections::BTreeMap;
 
-/// Adds row m of `dy` `[M, cols]` to row `ids[m]` of `gradient` `[V, cols]`. Rows of one id are added to each other first, in order.
+/// Adds row m of `dy` `[M, cols]` to row `ids[m]` of `gradient` `[V, cols]`. Rows of one id are added to each other first, in
+/// order.
 ///
 /// # Panics
 /// If an id is no row of `gradient`.

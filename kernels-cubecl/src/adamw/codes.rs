@@ -90,9 +90,9 @@ pub(super) struct CodesBuffers {
     maxima: Array<f32>,
 }
 
-/// Stores the codes of a unit's eight new weights, which begin at `first`; a unit that is not `live` takes part in the exchange only. All
-/// units of a cube that exchange through shared memory agree on calling this, and count the same turns. Returns the largest magnitude of
-/// the eight.
+/// Stores the codes of a unit's eight new weights, which begin at `first`; a unit that is not `live` takes part in the exchange
+/// only. All units of a cube that exchange through shared memory agree on calling this, and count the same turns. Returns the
+/// largest magnitude of the eight.
 #[cube]
 pub(super) fn leave_codes<Weight: Float, Weights: Size>(
     to: &mut CodesBuffers,
@@ -158,7 +158,8 @@ fn amax_of_block(top: f32, turn: u32, #[comptime] cubes: CubeDivision) -> f32 {
     }
 }
 
-/// Stores the largest magnitude of all weights that a plane has written, or a cube where a block has one. `largest` is a unit's own.
+/// Stores the largest magnitude of all weights that a plane has written, or a cube where a block has one. `largest` is a unit's
+/// own.
 #[cube]
 pub(super) fn leave_maximum(to: &mut CodesBuffers, largest: f32, allowed: bool, #[comptime] cubes: CubeDivision) {
     // A step that writes nothing leaves the weight and its largest magnitude as they are.

@@ -1,13 +1,11 @@
-//! AdamW (Loshchilov & Hutter, arXiv 1711.05101, algorithm 2, in PyTorch's order) over one chunk of a tensor:
-//! ```text
-//! grad = clip_factor * gradient      m = beta1 m + (1 - beta1) grad      v = beta2 v + (1 - beta2) grad^2
-//! w = w (1 - lr * decay) - lr / (1 - beta1^t) * m / (sqrt(v) / sqrt(1 - beta2^t) + eps)
-//! for each element of the chunk { decode m, v, w; step; round and store w; encode m, v }     // the plain loop
-//! ```
-//! Nothing is written if a gradient of the step was not finite, which the device knows ([`JudgedArgs`]).
-//! `clip_factor` is at most 1 and the same for all gradients of a step. Arithmetic is f32. A step of exactly zero leaves the bits of `w` alone, so
-//! that a learning rate of 0 is the identity, also on -0. Every buffer is read once and written once: bound by memory. A step
-//! writes over what it reads, or into other buffers ([`Updated`]), which takes no longer and leaves what it has read as it is.
+//! AdamW (Loshchilov & Hutter, arXiv 1711.05101, algorithm 2, in PyTorch's order) over one chunk of a tensor: ```text grad =
+//! clip_factor * gradient      m = beta1 m + (1 - beta1) grad      v = beta2 v + (1 - beta2) grad^2 w = w (1 - lr * decay) - lr /
+//! (1 - beta1^t) * m / (sqrt(v) / sqrt(1 - beta2^t) + eps) for each element of the chunk { decode m, v, w; step; round and store
+//! w; encode m, v }     // the plain loop ``` Nothing is written if a gradient of the step was not finite, which the device knows
+//! ([`JudgedArgs`]). `clip_factor` is at most 1 and the same for all gradients of a step. Arithmetic is f32. A step of exactly
+//! zero leaves the bits of `w` alone, so that a learning rate of 0 is the identity, also on -0. Every buffer is read once and
+//! written once: bound by memory. A step writes over what it reads, or into other buffers ([`Updated`]), which takes no longer
+//! and leaves what it has read as it is.
 //!
 //! | moments | stored as |
 //! |---|---|

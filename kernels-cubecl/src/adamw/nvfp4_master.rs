@@ -103,8 +103,8 @@ fn adamw_packed_kernel<Grad: Float, N: Size, Lanes: Size>(
     let n = N::value();
     let parts = comptime!(8 / n);
     let (m_table, v_table) = loaded_tables(tables, coding);
-    // Where a block has a cube: the largest magnitude of every unit's weights, for the other unit of its 16. Two sets take turns, so
-    // that a unit that reads late still finds its own.
+    // Where a block has a cube: the largest magnitude of every unit's weights, for the other unit of its 16. Two sets take turns,
+    // so that a unit that reads late still finds its own.
     let mut w_tops = SharedMemory::<f32>::new(64usize);
     let g_scale = global[0];
     let allowed = verdict[0usize] == 0.0f32;

@@ -1,9 +1,9 @@
 //! The tables that codes of moments index, and the search for the nearest entry.
 //!
-//! A search of magnitudes from [`FLOOR`] to 1 takes one look in a second table. The upper bits of a magnitude name its bin, and bins
-//! are so small that the border between two entries lies in a bin once at most. What the table holds for the bin is the code at its
-//! lower end, above as many bits as the magnitude has left, and in these bits a number: added to those of the magnitude, it carries
-//! into the code if they lie above the border.
+//! A search of magnitudes from [`FLOOR`] to 1 takes one look in a second table. The upper bits of a magnitude name its bin, and
+//! bins are so small that the border between two entries lies in a bin once at most. What the table holds for the bin is the code
+//! at its lower end, above as many bits as the magnitude has left, and in these bits a number: added to those of the magnitude,
+//! it carries into the code if they lie above the border.
 
 use cubecl::prelude::*;
 

@@ -1,4 +1,4 @@
-//! Times every kernel at the shapes of Qwen3-4B, on the device that is there.
+//! Times the kernels that take most of the time, at the shapes of Qwen3-4B, on the device that is there.
 //!
 //! Data are random. The weights of the decode rows rotate through more memory than the L2 cache holds. The rate of a
 //! plain copy is measured first, as bytes read plus bytes written; what is bound by memory is compared with it. [`run`]

@@ -38,9 +38,9 @@ impl SourceDevice {
         devices().get_mut(usize::from(self.0)).map(|entry| std::mem::take(&mut entry.launches)).unwrap_or_default()
     }
 
-    /// Lets another device of this architecture take its place, which stands for the same GPU or for none, as this one does. CubeCL
-    /// runs a thread for each device until the process ends, which looks for work many thousand times a second: a hundred of them take
-    /// half of the processor.
+    /// Lets another device of this architecture take its place, which stands for the same GPU or for none, as this one does.
+    /// CubeCL runs a thread for each device until the process ends, which looks for work many thousand times a second: a hundred
+    /// of them take half of the processor.
     pub fn give_back(&self) {
         if let Some(entry) = devices().get_mut(usize::from(self.0)) {
             let on_launch = match std::mem::take(&mut entry.on_launch) {

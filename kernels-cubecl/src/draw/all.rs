@@ -1,7 +1,7 @@
-//! The draw of a token from any number of candidates. A cube draws a row. It does not sort: it looks for the last id that is kept, four
-//! bits at a time, first of its logit and then, if others have the same one, of the id. Reads the logits once for the largest, eight
-//! times for top-k, nine times for top-p, eight times more for each border that several ids share, and once for the draw: bound by
-//! instructions.
+//! The draw of a token from any number of candidates. A cube draws a row. It does not sort: it looks for the last id that is
+//! kept, four bits at a time, first of its logit and then, if others have the same one, of the id. Reads the logits once for the
+//! largest, eight times for top-k, nine times for top-p, eight times more for each border that several ids share, and once for
+//! the draw: bound by instructions.
 
 use super::row::{Drawing, WORDS, drawing, exponential, random_words, weight};
 use crate::{
@@ -241,8 +241,8 @@ fn border_at<N: Size>(
     Border { key, id }
 }
 
-/// The next bits, from `shift` on, of a border's key or of the complement of its id (`of_id`): those of the last bin that is kept. Also
-/// the weight of all ids in front of that bin, and the weight in it.
+/// The next bits, from `shift` on, of a border's key or of the complement of its id (`of_id`): those of the last bin that is
+/// kept. Also the weight of all ids in front of that bin, and the weight in it.
 #[cube]
 fn next_bits<N: Size>(
     x: &Array<Vector<f32, N>>,

@@ -1,5 +1,5 @@
-//! The draw of a token from a few most likely ones. A cube draws a row: its units compute weights and ratios, and the first unit goes
-//! through them in order. Reads what [`mod@crate::likeliest`] wrote: bound by latency.
+//! The draw of a token from a few most likely ones. A cube draws a row: its units compute weights and ratios, and the first unit
+//! goes through them in order. Reads what [`mod@crate::likeliest`] wrote: bound by latency.
 
 use super::row::{WORDS, drawing, exponential, random_words, weight};
 use crate::{

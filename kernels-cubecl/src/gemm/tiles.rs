@@ -43,9 +43,9 @@ pub(super) fn columns(shapes: &[GemmShape], processors: usize, offered: &[usize]
     offered.iter().copied().min_by_key(cost).unwrap_or(TILE as usize)
 }
 
-/// Whether these products gain by one launch. On Hopper every tile of one launch follows another at once. Elsewhere separate products do if one of them has fewer than three tiles for each
-/// multiprocessor; products that are summed do if one of them sums fewer than 4,096 values. Otherwise the larger code of a
-/// joint launch costs more than it saves.
+/// Whether these products gain by one launch. On Hopper every tile of one launch follows another at once. Elsewhere separate
+/// products do if one of them has fewer than three tiles for each multiprocessor; products that are summed do if one of them sums
+/// fewer than 4,096 values. Otherwise the larger code of a joint launch costs more than it saves.
 pub fn gains_together<R: Runtime>(client: &ComputeClient<R>, shapes: &[GemmShape], summed: bool) -> bool {
     let few = |s: &GemmShape| tiles(s, TILE as usize) < 3 * processors(client);
     let short = |s: &GemmShape| if summed { s.r < 64 * DEPTH as usize } else { few(s) };

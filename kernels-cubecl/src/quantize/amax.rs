@@ -179,8 +179,8 @@ fn amax_rotated_kernel<F: Float, N: Size>(
     }
 }
 
-/// `amax`, or infinity if the values whose sum is `sum` are not all numbers. Bits are compared because Mesa's driver did not see every
-/// NaN in a comparison of the sum with itself.
+/// `amax`, or infinity if the values whose sum is `sum` are not all numbers. Bits are compared because Mesa's driver did not see
+/// every NaN in a comparison of the sum with itself.
 #[cube]
 pub(crate) fn infinity_if_nan(amax: f32, sum: f32) -> f32 {
     let is_nan = u32::reinterpret(sum) & 0x7FFF_FFFFu32 > 0x7F80_0000u32;

@@ -83,8 +83,8 @@ pub fn quantize<R: Runtime>(
     launch(client, x, dtype, (amax, None), out, view, spec, rotated)
 }
 
-/// Quantizes `x` (float of type `dtype`, row-major) into `out` again, unless its largest magnitude is still the one of `held`, to the bit.
-/// Both `amax` and `held` (f32, 3) come from [`amax()`]. Rounding is to nearest, and there are two levels of scales.
+/// Quantizes `x` (float of type `dtype`, row-major) into `out` again, unless its largest magnitude is still the one of `held`, to
+/// the bit. Both `amax` and `held` (f32, 3) come from [`amax()`]. Rounding is to nearest, and there are two levels of scales.
 ///
 /// # Errors
 /// As [`quantize()`].

@@ -1,16 +1,14 @@
-//! Each row quantized by itself, or with a given tensor scale, and decoded again: `y[row, c] = (code[row, c] * scale[row, c / 16]) * g[row]`.
-//! ```text
-//! for row { amax of the row; g; for block of 16 columns { scale; for c in block { code; y } } }    // the plain loop
-//! ```
-//! Scales and codes are those of [`crate::quantize`] with two levels and `full = 1 / g`, where `g` is the smallest power
-//! of two that is at least `amax / 2688`, but not below 2^-100. A value then has at most six significant bits, so that
-//! 16-bit types store it exactly. In f16 this holds for multiples of 2^-24, which all values of a row are if its `amax` is
+//! Each row quantized by itself, or with a given tensor scale, and decoded again: `y[row, c] = (code[row, c] * scale[row, c /
+//! 16]) * g[row]`. ```text for row { amax of the row; g; for block of 16 columns { scale; for c in block { code; y } } }    //
+//! the plain loop ``` Scales and codes are those of [`crate::quantize`] with two levels and `full = 1 / g`, where `g` is the
+//! smallest power of two that is at least `amax / 2688`, but not below 2^-100. A value then has at most six significant bits, so
+//! that 16-bit types store it exactly. In f16 this holds for multiples of 2^-24, which all values of a row are if its `amax` is
 //! at least 0.17; other values round to such a multiple. A given `full` replaces that of every row; then `g = 1 / full`, and
 //! 16-bit types round the values.
 //!
-//! A cube takes one row after another, and reads it twice: for the largest magnitude, then for the values, which mostly
-//! lie in a cache by then. With a given scale it reads a row once. A unit takes a block of 16 columns at a time. Reads and writes one value each: bound by
-//! memory, and for a few rows by the latency of a launch.
+//! A cube takes one row after another, and reads it twice: for the largest magnitude, then for the values, which mostly lie in a
+//! cache by then. With a given scale it reads a row once. A unit takes a block of 16 columns at a time. Reads and writes one
+//! value each: bound by memory, and for a few rows by the latency of a launch.
 
 use super::{
     BlockShape, View, encoded,

@@ -59,8 +59,8 @@ pub(super) fn rows_to_data<B: Backend>(
         let step = rows_of(piece, matrix.dims()[1] * matrix.dtype().size());
         for start in rows.clone().step_by(step) {
             let part = start..rows.end.min(start + step);
-            // A part that is the whole matrix is a slice, too. On the CPU, Burn copies a slice at once, but reads a buffer that something
-            // else holds value by value. On a GPU a slice is a view.
+            // A part that is the whole matrix is a slice, too. On the CPU, Burn copies a slice at once, but reads a buffer that
+            // something else holds value by value. On a GPU a slice is a view.
             transfer = transfer.register(matrix.clone().slice(part.clone()));
             parts.push((number, part));
         }

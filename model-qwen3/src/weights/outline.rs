@@ -16,8 +16,8 @@ use std::{
     path::Path,
 };
 
-/// Makes the outline, for inference, of the model that `tensors` hold: one block of each kind, with matrices that have no values. Two
-/// blocks are of one kind if the same layers are NVFP4, and the same layers have a scale for their activations.
+/// Makes the outline, for inference, of the model that `tensors` hold: one block of each kind, with matrices that have no values.
+/// Two blocks are of one kind if the same layers are NVFP4, and the same layers have a scale for their activations.
 ///
 /// # Errors
 /// As [`load()`].

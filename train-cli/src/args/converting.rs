@@ -31,9 +31,9 @@ pub struct ExportArgs {
          the record of its training (trained.json, or trainer_state.json in a checkpoint); `{SCALING_NAME}` if there is no record]"
     ))]
     pub scales: Option<Scaling>,
-    /// How the output head is stored [default: for a checkpoint, the --head that its run was given. Without one: NVFP4 if the
-    /// source has an NVFP4 head (the values say what the source is); otherwise f16 for a separate head, and a tied head (one that is
-    /// the embedding) is not stored a second time]
+    /// How the output head is stored [default: for a checkpoint whose run was given --head, that value. In all other cases: NVFP4
+    /// if the source (which `bf16` below explains) has an NVFP4 head; otherwise f16 for a separate head, and a tied head (one that
+    /// is the embedding) is not stored a second time]
     #[arg(long, conflicts_with = "like")]
     pub head: Option<HeadFormat>,
     /// Replace an older file
@@ -83,13 +83,14 @@ pub struct ExportHfArgs {
     /// Format of the weights
     #[arg(long, default_value = "bf16")]
     pub format: HfFormat,
-    /// Whether programs that load the folder quantize activations: nvfp4 (with an NVFP4 --format only) or bf16 [default: nvfp4 if the
-    /// model's files give the scales of activations and --format is one with NVFP4; otherwise bf16]
+    /// Whether programs that load the folder quantize activations: nvfp4 (with an NVFP4 --format only) or bf16 [default: nvfp4 if
+    /// the model's files give the scales of activations and --format is one with NVFP4; otherwise bf16]
     #[arg(long)]
     pub activations: Option<ActivationsArg>,
     /// With --activations nvfp4: files whose rows the model reads to measure its activations; folders of such files, or
-    /// patterns such as 'rows/*.jsonl'. The formats are those of fit --data [default: the training files of the model's run; none if
-    /// the model's files have activation scales, which are then exported, and --calibration-rows is not given]
+    /// patterns such as 'rows/*.jsonl'. The formats are those of fit --data [default: the training files of the model's run.
+    /// But if the model's files have activation scales and --calibration-rows is not given, nothing is measured, and these scales
+    /// are exported]
     #[arg(long, value_name = "PATH", num_args = 1..)]
     pub calibration_data: Vec<PathBuf>,
     /// Sequences that the model reads.
@@ -154,9 +155,9 @@ pub struct ConvertArgs {
     /// Container to write [default: by the extension of the output]
     #[arg(long)]
     pub to: Option<ContainerArg>,
-    /// Number format of the written weights
+    /// Number format of the written weights [default: nvfp4 if the input has NVFP4 weights, otherwise bf16]
     #[arg(long)]
-    pub dtype: WeightArg,
+    pub dtype: Option<WeightArg>,
     /// Which scales NVFP4 weights have.
     #[arg(long, value_parser = parser::<Scaling>(), help = format!(
         "Which scales NVFP4 weights have [default: those of the input, if its weights are NVFP4; otherwise those that are given in \

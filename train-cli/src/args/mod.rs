@@ -89,7 +89,8 @@ pub enum Command {
     /// Look at training runs: list them, show one, compare several
     #[command(subcommand)]
     Runs(RunsCommand),
-    /// Compare a model's results with values that Hugging Face computed, or compare two models, or one model with two kinds of rounding
+    /// Compare a model's results with values that Hugging Face computed, or compare two models, or one model with two kinds of
+    /// rounding
     Parity(ParityArgs),
     /// Check whether this machine has what the program needs, say how to install what is missing, and test its GPUs
     Doctor(DoctorArgs),

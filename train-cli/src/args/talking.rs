@@ -6,6 +6,9 @@ use clap::Args;
 use model_qwen3::sampling::Sampling;
 use std::{net::IpAddr, path::PathBuf};
 
+/// The heading of the flags that say what is printed.
+const OUTPUT: &str = "Output";
+
 /// Flags of `generate`.
 #[derive(Debug, Args)]
 pub struct GenerateArgs {
@@ -28,7 +31,8 @@ pub struct GenerateArgs {
     /// Use the prompt unchanged, without the chat template
     #[arg(long, conflicts_with_all = ["system_prompt", "thinking"])]
     pub raw: bool,
-    /// Turn thinking before the answer on or off, for models that can think [default: as the model was trained, else the chat template's choice]
+    /// Turn thinking before the answer on or off, for models that can think [default: as the model was trained, else the chat
+    /// template's choice]
     #[arg(long, num_args = 0..=1, default_missing_value = "true", value_name = "BOOL")]
     pub thinking: Option<bool>,
     /// Number format of the KV cache.
@@ -38,17 +42,17 @@ pub struct GenerateArgs {
     #[command(flatten)]
     pub sampling: SamplingArgs,
     /// Number of answers to each prompt. The first answer uses the random seed --seed, the second uses --seed plus 1, and so on
-    #[arg(long, value_name = "N", default_value_t = 1)]
+    #[arg(long, value_name = "N", default_value_t = 1, help_heading = OUTPUT)]
     pub answers: usize,
     /// Print an answer when it is complete, instead of piece by piece
-    #[arg(long)]
+    #[arg(long, help_heading = OUTPUT)]
     pub no_stream: bool,
     /// Print one JSON object for each answer instead of its text
-    #[arg(long)]
+    #[arg(long, help_heading = OUTPUT)]
     pub json: bool,
     /// With --json or --prompts: also print, for each token of the answer, its log probability and the log probabilities of
     /// the N tokens that were most likely at that position
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", help_heading = OUTPUT)]
     pub logprobs: Option<usize>,
 }
 
@@ -69,7 +73,8 @@ pub struct ChatArgs {
     /// System message
     #[arg(long, alias = "system", allow_hyphen_values = true)]
     pub system_prompt: Option<String>,
-    /// Turn thinking before the answer on or off, for models that can think [default: as the model was trained, else the chat template's choice]
+    /// Turn thinking before the answer on or off, for models that can think [default: as the model was trained, else the chat
+    /// template's choice]
     #[arg(long, num_args = 0..=1, default_missing_value = "true", value_name = "BOOL")]
     pub thinking: Option<bool>,
     /// Number format of the KV cache.
@@ -86,7 +91,7 @@ pub struct ChatArgs {
     #[command(flatten)]
     pub sampling: SamplingArgs,
     /// Print one JSON object for each turn instead of streaming the text
-    #[arg(long)]
+    #[arg(long, help_heading = OUTPUT)]
     pub json: bool,
 }
 

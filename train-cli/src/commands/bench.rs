@@ -1,4 +1,4 @@
-//! `bench`: which measurement is asked for; and `bench kernels`, which measures the time of every kernel, and which share of the
+//! `bench`: which measurement is asked for; and `bench kernels`, which measures the times of kernels, and which share of the
 //! device's own limit it reaches.
 
 use crate::{

@@ -53,7 +53,8 @@ pub fn run(args: &ConvertArgs) -> Result<(), CliError> {
     check_output("OUTPUT", &args.output, &inputs)?;
     check_free("OUTPUT", &args.output, args.overwrite)?;
     let container = container(args)?;
-    if checkpoint::state_beside(&files.folder)?.is_some() && args.dtype == WeightArg::Nvfp4 {
+    let dtype = args.dtype.unwrap_or_else(|| dtype_of(source.tensors()));
+    if checkpoint::state_beside(&files.folder)?.is_some() && dtype == WeightArg::Nvfp4 {
         let text = "is a checkpoint, whose recipe decides how its weights are quantized; write a .dat file by export-dat, and \
                     convert that";
         return Err(CliError::Usage(format!("{} {text}", files.folder.display())));
@@ -71,17 +72,17 @@ pub fn run(args: &ConvertArgs) -> Result<(), CliError> {
     };
     check_unchanged(&files)?;
     // A GGUF file with NVFP4 holds the scales of activations too.
-    let keeps_inputs = gguf.is_some() && args.dtype == WeightArg::Nvfp4;
+    let keeps_inputs = gguf.is_some() && dtype == WeightArg::Nvfp4;
     report::unscaled_inputs(source.tensors().has_input_scales() && !keeps_inputs);
     let trained = source.trained(&files)?;
-    let scaling = scaling(args, container, source.tensors(), trained.as_ref());
-    let quantized = Quantized::of(args, trained.as_ref(), &files, scaling)?;
-    let tensors = Repacked::new(source.tensors(), format(args, container, &quantized)?).of_finished();
+    let scaling = scaling(args, dtype, container, source.tensors(), trained.as_ref());
+    let quantized = Quantized::of(args, dtype, trained.as_ref(), &files, scaling)?;
+    let tensors = Repacked::new(source.tensors(), format(args, dtype, container, &quantized)?).of_finished();
     let mut small = if gguf.is_none() { source.small_files(&files)? } else { vec![] };
     let config = files.config_file(None);
     for (_, bytes) in small.iter_mut().filter(|(name, _)| name == "config.json") {
         undescribed(&config, bytes)?;
-        if container == ContainerArg::Safetensors && args.dtype != WeightArg::Nvfp4 {
+        if container == ContainerArg::Safetensors && dtype != WeightArg::Nvfp4 {
             untied(&config, bytes, &tensors)?;
         }
     }
@@ -89,11 +90,11 @@ pub fn run(args: &ConvertArgs) -> Result<(), CliError> {
     let written = |out: &mut dyn Write| {
         let failed = |e| ModelError::Io { path: args.output.clone(), source: e };
         // Of f32, in which they stand here, 8-bit weights with their scales take this share.
-        let share = if args.dtype == WeightArg::Q8_0 { 34.0 / 128.0 } else { 1.0 };
+        let share = if dtype == WeightArg::Q8_0 { 34.0 / 128.0 } else { 1.0 };
         let mut out = Writing::of(out, (progress::size(&tensors) as f64 * share) as u64, "converting");
         match (container, &gguf) {
             (ContainerArg::Dat, _) => write_dat(&tensors, None, &mut out, failed).map(|_| ())?,
-            (_, Some(gguf)) => gguf.write(source.tensors(), gguf_matrices(args.dtype, &quantized), &mut out, failed)?,
+            (_, Some(gguf)) => gguf.write(source.tensors(), gguf_matrices(dtype, &quantized), &mut out, failed)?,
             (_, None) => write_safetensors(&tensors, &mut out, failed).map(|_| ())?,
         }
         Ok(())
@@ -108,6 +109,17 @@ pub fn run(args: &ConvertArgs) -> Result<(), CliError> {
     let count = report::count(tensors.names().len(), "weight");
     report::result(format!("{} · {count} · {bytes} bytes · sha256 {sha256}", args.output.display()));
     Ok(())
+}
+
+/// The number format of the output if nobody names one: NVFP4 if the input has NVFP4 weights. Says so.
+fn dtype_of(source: &dyn Tensors) -> WeightArg {
+    let (dtype, said) = if source.holds_nvfp4() {
+        (WeightArg::Nvfp4, "nvfp4, as in the input")
+    } else {
+        (WeightArg::Bf16, "bf16, because the input has no NVFP4 weights")
+    };
+    report::label("dtype", said);
+    dtype
 }
 
 /// A model that is read.
@@ -266,12 +278,13 @@ struct Quantized {
 impl Quantized {
     fn of(
         args: &ConvertArgs,
+        dtype: WeightArg,
         trained: Option<&Trained>,
         files: &ModelFiles,
         scaling: Scaling,
     ) -> Result<Self, CliError> {
         let dense_blocks = trained.map_or(0, |trained| trained.bf16_last_blocks);
-        let dense_from = if dense_blocks == 0 || args.dtype != WeightArg::Nvfp4 {
+        let dense_from = if dense_blocks == 0 || dtype != WeightArg::Nvfp4 {
             usize::MAX
         } else {
             let config = files.config_file(args.tokenizer.as_deref());
@@ -291,9 +304,15 @@ impl Quantized {
 
 /// The scale levels of NVFP4 weights: those that somebody asks for, those of the model's NVFP4 weights, or those of its training.
 /// Says so if training had others. A GGUF file always has a scale for each matrix.
-fn scaling(args: &ConvertArgs, container: ContainerArg, source: &dyn Tensors, trained: Option<&Trained>) -> Scaling {
+fn scaling(
+    args: &ConvertArgs,
+    dtype: WeightArg,
+    container: ContainerArg,
+    source: &dyn Tensors,
+    trained: Option<&Trained>,
+) -> Scaling {
     let of_training = trained.map_or(SCALING, |trained| trained.scales);
-    if args.dtype != WeightArg::Nvfp4 || container == ContainerArg::Gguf {
+    if dtype != WeightArg::Nvfp4 || container == ContainerArg::Gguf {
         return of_training;
     }
     let scaling = args.scales.or_else(|| packed_scaling(source)).unwrap_or(of_training);
@@ -304,15 +323,20 @@ fn scaling(args: &ConvertArgs, container: ContainerArg, source: &dyn Tensors, tr
 }
 
 /// How tensors are stored in containers that are not GGUF.
-fn format(args: &ConvertArgs, container: ContainerArg, quantized: &Quantized) -> Result<StoreAs<'static>, CliError> {
-    let has_place = args.dtype == WeightArg::Nvfp4 && container != ContainerArg::Gguf;
+fn format(
+    args: &ConvertArgs,
+    dtype: WeightArg,
+    container: ContainerArg,
+    quantized: &Quantized,
+) -> Result<StoreAs<'static>, CliError> {
+    let has_place = dtype == WeightArg::Nvfp4 && container != ContainerArg::Gguf;
     for (flag, given) in [("--head", args.head.is_some()), ("--scales", args.scales.is_some())] {
         if given && !has_place {
             let text = "works only with --dtype nvfp4, in .dat and .safetensors files; leave it out";
             return Err(CliError::Usage(format!("{flag} {text}")));
         }
     }
-    Ok(match args.dtype {
+    Ok(match dtype {
         WeightArg::Nvfp4 => StoreAs::Nvfp4 {
             scaling: quantized.scaling,
             head: match args.head {

@@ -5,7 +5,8 @@
 //! tokenizer and template, and the options. A damaged file is made again.
 //!
 //! A cache file is safetensors: `ids` u32 and `supervised` u8 for each token, `lengths`, `files`, `lines` and `rows` u32 and
-//! `weights` f64 for each sample, `prompts` u8 and `prompt_lengths` u32. Its metadata hold the data report and a digest of the tensors.
+//! `weights` f64 for each sample, `prompts` u8 and `prompt_lengths` u32. Its metadata hold the data report and a digest of the
+//! tensors.
 
 use crate::{
     CliError,

@@ -1,5 +1,5 @@
-//! Calls of tools in a message, and the tools of a conversation, checked. A chat template renders a value of the wrong type as calls
-//! that nobody made.
+//! Calls of tools in a message, and the tools of a conversation, checked. A chat template renders a value of the wrong type as
+//! calls that nobody made.
 
 use model_qwen3::json;
 use serde_json::Value;

@@ -88,7 +88,7 @@ impl Estimate {
         let params = s.linear() + dense_values;
         let embedding = if all { s.embedding } else { 0.0 };
         let trained_params = trained * s.block + if all { dense_values } else { 0.0 };
-        let residual = if master == MasterKind::Bf16Residual { trained_params } else { 0.0 };
+        let residual = if master == MasterKind::BF16_RESIDUAL { trained_params } else { 0.0 };
 
         // The products give f32 gradients. Where they are gathered, they are stored in the type of the sums.
         let gathers = optimizer.gradient_accumulation_steps > 1;
@@ -113,8 +113,8 @@ impl Estimate {
             block += attention;
         }
         // What the graph alone holds: two residuals and two norms; q, k and attention's output before and after; gate, up and
-        // their product. Of these, the inputs of the linear layers may be packed; a recipe that packs gradients packs them once more,
-        // across, and needs them as they are.
+        // their product. Of these, the inputs of the linear layers may be packed; a recipe that packs gradients packs them once
+        // more, across, and needs them as they are.
         let inputs_of_layers = 2.0 * d + q + f;
         let keeps_codes = plan.recipe.packs_activations() && plan.recipe.packs_gradients().is_none();
         let packed = if keeps_codes { (value - PACKED_BYTES) * inputs_of_layers } else { 0.0 };

@@ -5,7 +5,7 @@
 
 use crate::{
     CliError, durable, report,
-    run::sample_answers::{Samples, beginning},
+    run::sample_answers::{MAX_TOKENS, MAX_TOKENS_OF_RANDOM, Samples, beginning},
     train::codes::Codes,
 };
 use backend_nvfp4::{LinearSpec, Nvfp4Kernels};
@@ -29,7 +29,8 @@ pub struct Beginning {
 }
 
 impl Beginning {
-    /// Asks the model, and writes what it is into the run folder.
+    /// Asks the model, and writes what it is into the run folder. A model of random weights, which `is_random` says, answers in a
+    /// few tokens.
     ///
     /// # Errors
     /// If the device fails or the file cannot be written.
@@ -37,11 +38,15 @@ impl Beginning {
         run: &Path,
         model: &Qwen3<B>,
         samples: &Samples,
+        is_random: bool,
         spec: LinearSpec,
     ) -> Result<Self, CliError> {
         let began = Instant::now();
-        let answers: Vec<_> = samples.prompts.iter().cloned().zip(samples.answers(model)?).collect();
-        let answering = (!answers.is_empty()).then(|| began.elapsed().as_secs_f64() / answers.len() as f64);
+        let most = if is_random { MAX_TOKENS_OF_RANDOM } else { MAX_TOKENS };
+        let answers: Vec<_> = samples.prompts.iter().cloned().zip(samples.answers_within(most, model)?).collect();
+        // Longer answers take as much longer.
+        let share = MAX_TOKENS as f64 / most as f64;
+        let answering = (!answers.is_empty()).then(|| began.elapsed().as_secs_f64() * share / answers.len() as f64);
         let found = Self { answers, codes: Arc::new(Codes::of(model, spec)?), answering };
         durable::write_bytes(&run.join(FILE), &found.to_bytes())?;
         Ok(found)

@@ -82,16 +82,21 @@ impl Spent {
     }
 
     /// Whether there is time for one more. If one was measured, one more is expected to take as long as the last one, and all
-    /// together may take their share of the `elapsed` seconds. If none was, it is expected to take as long as the fastest disk needs
-    /// for its `bytes`, and may take its share of the `expected` seconds of the whole attempt: so the first comes early, unless the
-    /// attempt is short. Nobody notices a short time for all of them together.
+    /// together may take their share of the `elapsed` seconds. If none was, it is expected to take as long as the fastest disk
+    /// needs for its `bytes`, and may take its share of the `expected` seconds of the whole attempt: so the first comes early,
+    /// unless the attempt is short. Nobody notices a short time for all of them together.
     pub(super) fn has_time(self, bytes: u64, elapsed: f64, expected: f64) -> bool {
         let (total, of) = match self.last {
             Some(last) => (self.total + last, elapsed),
-            None => (bytes as f64 / FASTEST_DISK, expected),
+            None => (at_best(bytes), expected),
         };
         total < UNNOTICED || total <= SAVING_SHARE * of
     }
+}
+
+/// Seconds that the fastest disk needs for so many bytes.
+pub(super) fn at_best(bytes: u64) -> f64 {
+    bytes as f64 / FASTEST_DISK
 }
 
 /// Bytes that a disk writes in a second, at most.

@@ -25,14 +25,14 @@ fn of_recipe(recipe: Recipe, (dense, all): (usize, usize)) -> Option<String> {
     Some(format!("{measured} with 2 of 8 blocks in bf16 (here {dense} of {all}{here})"))
 }
 
-/// 1,280 steps; bf16 and bf16-nearest are means of three seeds, bf16-residual is one seed. NVFP4 has one run of 1,280 steps, and two
-/// of 2,048.
+/// 1,280 steps; bf16 and bf16-nearest are means of three seeds, bf16-residual is one seed. NVFP4 has one run of 1,280 steps, and
+/// two of 2,048.
 fn of_master(master: MasterKind) -> Option<&'static str> {
     match master {
         MasterKind::F32 => None,
-        MasterKind::Bf16 => Some("bf16 master weights +0.03 %"),
-        MasterKind::Bf16Residual => Some("bf16-residual master weights +0.3 %"),
-        MasterKind::Bf16Nearest => Some("bf16-nearest master weights +2.1 %"),
+        MasterKind::BF16 => Some("bf16 master weights +0.03 %"),
+        MasterKind::BF16_RESIDUAL => Some("bf16-residual master weights +0.3 %"),
+        MasterKind::BF16_NEAREST => Some("bf16-nearest master weights +2.1 %"),
         MasterKind::Nvfp4 => Some("NVFP4 master weights +9.8 to +11.5 %"),
     }
 }

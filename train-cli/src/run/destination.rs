@@ -6,7 +6,7 @@ use super::{
     snapshot::LARGE,
 };
 use crate::{
-    CliError, device,
+    CliError, device_failure,
     durable::{self, PendingFolder},
     model_files::Companions,
     report,
@@ -52,7 +52,7 @@ impl Destination {
         folder.files(&LARGE, &write)?;
         folder.file(STATE, |out| write(STATE, out))?;
         self.companions.copy_into(&mut folder)?;
-        device::check()?;
+        device_failure::check()?;
         if self.abandoned.load(Ordering::Acquire) {
             let reason = "it failed in training while this checkpoint was read from it; nothing was saved".to_owned();
             return Err(ModelError::Device(reason).into());

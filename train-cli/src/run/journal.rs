@@ -25,8 +25,9 @@ use crate::{
     train::codes::Codes,
     train::evaluation::Evaluation,
     train::guard::Guard,
+    train::pace::StillToDo,
     train::step::Stepper,
-    train::training_loop::{Between, SaveWish, StepReport, StillToDo},
+    train::training_loop::{Between, SaveWish, StepReport},
     watchdog::{Watched, Work},
 };
 use backend_nvfp4::Nvfp4Kernels;
@@ -301,6 +302,8 @@ impl<B: Nvfp4Kernels> Between<B> for Journal {
         };
         let evaluations = due_after(self.eval_steps, step, steps);
         let Cost { passes, answers } = self.evaluation_cost;
+        let saver = self.saver.lock().expect("no thread panics while it holds the lock");
+        let (at_best, written) = (cadence::at_best(saver.bytes()), saver.seconds_of_last());
         let answer_seconds = self.state.answering.map(|seconds| seconds * self.samples.prompts.len() as f64);
         StillToDo {
             evaluations,
@@ -308,7 +311,8 @@ impl<B: Nvfp4Kernels> Between<B> for Journal {
             pass_cost: passes,
             answer_cost: answers,
             answer_seconds,
-            save_seconds: self.spent.last().unwrap_or(0.0),
+            save_seconds: self.spent.last().unwrap_or(at_best),
+            last_save_seconds: written.or(self.spent.last()).unwrap_or(at_best),
             saving_share: saving.save_steps.is_none().then_some(SAVING_SHARE),
         }
     }

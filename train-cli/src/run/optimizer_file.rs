@@ -218,7 +218,7 @@ impl StateLayout {
     /// The form in a run with these settings, whose activations have this number format.
     pub(super) fn of(settings: &Settings, precision: &str) -> Self {
         let float = if precision == Precision::Bf16.name() { Dtype::BF16 } else { Dtype::F32 };
-        let residual = settings.memory.master_weights == Some(MasterKind::Bf16Residual);
+        let residual = settings.memory.master_weights == Some(MasterKind::BF16_RESIDUAL);
         Self { kind: settings.memory.optimizer_state_mode, float, residual }
     }
 

@@ -135,8 +135,8 @@ fn named(from: &ResumeFrom, output_dir: Option<&Path>) -> Result<Option<(PathBuf
     })
 }
 
-/// The path of a checkpoint in its own run. If the given path is a link, or `.`, the folder above it is not that run. A path that is
-/// neither stays as it was typed.
+/// The path of a checkpoint in its own run. If the given path is a link, or `.`, the folder above it is not that run. A path that
+/// is neither stays as it was typed.
 fn in_its_run(given: &Path) -> PathBuf {
     let Ok(real) = given.canonicalize() else { return given.to_owned() };
     let above = durable::parent(given).canonicalize();

@@ -24,6 +24,9 @@ use std::path::Path;
 /// Maximum number of tokens in a sample answer.
 pub(super) const MAX_TOKENS: usize = 48;
 
+/// The same for a model of random weights, whose answers end nowhere and say nothing.
+pub(super) const MAX_TOKENS_OF_RANDOM: usize = 8;
+
 /// Prompts that are answered together, at most, where there is memory for it. The keys and values of all are held at once.
 const TOGETHER: usize = 8;
 
@@ -72,10 +75,22 @@ impl Samples {
     /// # Errors
     /// If the model cannot be run.
     pub fn answers<B: Nvfp4Kernels>(&self, model: &Qwen3<B>) -> Result<Vec<String>, CliError> {
+        self.answers_within(MAX_TOKENS, model)
+    }
+
+    /// Answers of at most `max_tokens` tokens.
+    ///
+    /// # Errors
+    /// As [`Self::answers`].
+    pub(super) fn answers_within<B: Nvfp4Kernels>(
+        &self,
+        max_tokens: usize,
+        model: &Qwen3<B>,
+    ) -> Result<Vec<String>, CliError> {
         let packed = (self.packs && !self.prompts.is_empty()).then(|| packed(model));
         let model = packed.as_ref().unwrap_or(model);
         let options = GenerateOptions {
-            max_tokens: MAX_TOKENS,
+            max_tokens,
             sampling: Sampling::GREEDY,
             stop_ids: self.text.stop_ids.clone(),
             logprobs: None,

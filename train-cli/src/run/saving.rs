@@ -13,6 +13,7 @@
 
 pub use super::old_checkpoints::Keep;
 use super::{
+    cadence,
     checkpoint::TrainerState,
     destination::Destination,
     snapshot::{LARGE, Snapshot, write_state},
@@ -20,7 +21,7 @@ use super::{
     writer::Writer,
 };
 use crate::{
-    CliError, device, durable::PendingFolder, memory::host, model_files::Companions, report,
+    CliError, device_failure, durable::PendingFolder, memory::host, model_files::Companions, report,
     train::chunked_adamw::ChunkedAdamw,
 };
 use backend_nvfp4::Nvfp4Kernels;
@@ -49,6 +50,8 @@ pub struct Saver {
     slows_steps: bool,
     /// Seconds that writing has taken from the steps, which nobody has asked for yet.
     taken: f64,
+    /// Seconds in which a thread wrote the last checkpoint, if one did.
+    last: Option<f64>,
     /// The size of a checkpoint.
     bytes: u64,
 }
@@ -95,12 +98,17 @@ impl Saver {
             transfer: TRANSFER,
             reads_all: room == Room::AtTheEnd || !matches!(waits, Waits::Nowhere),
         };
-        Ok(Self { place, pending: None, is_late: false, waits, slows_steps, taken: 0.0, bytes })
+        Ok(Self { place, pending: None, is_late: false, waits, slows_steps, taken: 0.0, last: None, bytes })
     }
 
     /// About how many bytes a checkpoint takes.
     pub(super) fn bytes(&self) -> u64 {
         self.bytes
+    }
+
+    /// Seconds in which a thread wrote the last checkpoint, if one did.
+    pub(super) fn seconds_of_last(&self) -> Option<f64> {
+        self.last
     }
 
     /// Saves a checkpoint, and deletes those that are not to be kept. Returns its folder, or None if it is still being
@@ -150,12 +158,14 @@ impl Saver {
         Ok(None)
     }
 
-    /// Waits until the checkpoint that is being written is committed, once for each checkpoint and not longer than `at_most`.
-    /// If the checkpoint before was not committed in time, it does not wait at all. Returns whether this one is committed; None
-    /// if there is nothing to wait for.
+    /// Waits until the checkpoint that is being written is committed, once for each checkpoint and not longer than `at_most`. If
+    /// the checkpoint before was not committed in time, or no disk could write this one in time, it does not wait at all. Returns
+    /// whether this one is committed; None if there is nothing to wait for.
     pub fn commits_within(&mut self, at_most: Duration) -> Option<bool> {
         let began = Instant::now();
-        let at_most = if self.is_late { Duration::ZERO } else { at_most };
+        // What no disk can write in time is not waited for.
+        let is_hopeless = cadence::at_best(self.bytes) > at_most.as_secs_f64();
+        let at_most = if self.is_late || is_hopeless { Duration::ZERO } else { at_most };
         let is_committed = self.pending.as_mut()?.commits_within(at_most)?;
         self.is_late = !is_committed;
         // Elsewhere the whole time of the thread counts.
@@ -175,10 +185,11 @@ impl Saver {
         // A checkpoint that was committed is whole, even if the device failed afterwards.
         if let Ok(Ok((folder, seconds))) = written {
             self.taken += if self.slows_steps { seconds } else { 0.0 };
+            self.last = Some(seconds);
             return Ok(Some(folder));
         }
         // It is the cause of a panic that followed from it.
-        device::check()?;
+        device_failure::check()?;
         written.unwrap_or_else(|panic| std::panic::resume_unwind(panic)).map(|(folder, _)| Some(folder))
     }
 

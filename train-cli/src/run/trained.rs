@@ -152,6 +152,13 @@ impl Trained {
         }
     }
 
+    /// Whether the record beside a single file of weights is that of an export folder. Of one model both have the same bytes.
+    pub fn is_beside(weights: &Path, folder: &Path) -> bool {
+        let read = |path: &Path| file::read_text(path, LONGEST_RECORD, "").ok();
+        let record = read(&record_of(weights));
+        record.is_some() && record == read(&folder.join(TRAINED))
+    }
+
     /// Removes the record beside a single file of weights that is about to be replaced. A process that is killed before it
     /// writes the new record leaves weights without one, the older or the new ones, but never new weights beside the older
     /// record.

@@ -3,7 +3,7 @@
 
 use super::{metrics::Metrics, refusal::Refusal};
 use crate::{
-    CliError, device,
+    CliError, device_failure,
     model_files::TextFiles,
     talk::{
         answer::Answer,
@@ -75,7 +75,7 @@ impl Engine {
         let mut batch = Batch::new(model, text, tokens, parallel)?;
         // A device allocates when it is waited for.
         let synced = B::sync(&model.device());
-        device::check()?;
+        device_failure::check()?;
         synced.map_err(|e| CliError::DeviceFailed(format!("{e:?}")))?;
         ready();
         let mut waiting: VecDeque<Question> = VecDeque::new();

@@ -355,8 +355,8 @@ mod tests {
         stream
     }
 
-    /// A client that sends half of a head, or nothing, is not waited for; nor is one that sends half of a body. An answer that takes
-    /// too long is one no longer, whole or in pieces. No connection stays for ever.
+    /// A client that sends half of a head, or nothing, is not waited for; nor is one that sends half of a body. An answer that
+    /// takes too long is one no longer, whole or in pieces. No connection stays for ever.
     #[test]
     fn what_takes_too_long_ends() {
         let slow_head = served(Times { head: SHORT, ..TIMES });

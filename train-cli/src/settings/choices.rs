@@ -213,21 +213,21 @@ impl Choice for MasterKind {
         vec![
             also(named(Self::F32, Self::F32.name(), "f32: 4 bytes per parameter"), ["float32", "Float32", "fp32"]),
             named(
-                Self::Bf16Residual,
-                Self::Bf16Residual.name(),
+                Self::BF16_RESIDUAL,
+                Self::BF16_RESIDUAL.name(),
                 "24 bits: the layers compute with the nearest bf16 number, and the optimizer updates all bits; 3 bytes per parameter",
             ),
             also(
                 named(
-                    Self::Bf16,
-                    Self::Bf16.name(),
+                    Self::BF16,
+                    Self::BF16.name(),
                     "bf16, rounded up or down at random so that small updates count on average: 2 bytes per parameter",
                 ),
                 ["bfloat16", "BFloat16", "bf-16"],
             ),
             named(
-                Self::Bf16Nearest,
-                Self::Bf16Nearest.name(),
+                Self::BF16_NEAREST,
+                Self::BF16_NEAREST.name(),
                 "bf16 rounded to nearest, for comparison: small updates are lost",
             ),
             named(
@@ -410,8 +410,8 @@ pub enum HeadFormat {
     /// head, which makes answers faster
     Nvfp4,
     /// In bf16 if the head of the source is separate, or is an NVFP4 copy of the embedding; otherwise the head is the embedding,
-    /// which is stored once, in f16. The source is the file with which training began. (For convert, and for export-dat of
-    /// anything but a checkpoint, it is the input.)
+    /// which is stored once, in f16. The source is the file with which training began (for fit, and for
+    /// export-dat of a checkpoint), or the input (for convert, and for export-dat of any other model)
     Bf16,
 }
 

@@ -70,7 +70,7 @@ pub(super) const COMPUTE_DTYPE: &str = "bf16 on CUDA, f32 elsewhere";
 
 /// How master weights are stored where activations have this number format, if nobody says how. With `tf32` activations are f32.
 pub fn master_weights(precision: Precision) -> MasterKind {
-    if precision == Precision::Bf16 { MasterKind::Bf16 } else { MasterKind::F32 }
+    if precision == Precision::Bf16 { MasterKind::BF16 } else { MasterKind::F32 }
 }
 
 /// The help of that default.

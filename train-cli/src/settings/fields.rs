@@ -124,7 +124,7 @@ pub struct DataSettings {
     /// Share of the training rows that are held out.
     #[arg(long, value_name = "SHARE", alias = "val-size", alias = "val-set-size", help = format!(
         "Share of the training rows that is held out for evaluation, drawn at random. With 0, or with fewer than {FEWEST_SPLIT} rows, \
-         none is held out. Otherwise at least 1 row is held out, and no row is added with which there would be more than \
+         none is held out. Otherwise at least 1 row is held out. Drawing stops before another row would bring the total above \
          {MOST_EVALUATED} sequences (a long row may become several)"
     ))]
     pub val_split: f64,
@@ -387,8 +387,8 @@ pub struct SavingSettings {
     /// Also save checkpoints after all steps that are multiples of N, and keep them
     #[arg(long, value_name = "N")]
     pub keep_period: Option<usize>,
-    /// Save a checkpoint whenever the evaluation loss is lower than ever before. The best checkpoint so far is not deleted, and at the
-    /// end the run exports it instead of the last step
+    /// Save a checkpoint whenever the evaluation loss is lower than ever before. The best checkpoint so far is not deleted, and
+    /// at the end the run exports it instead of the last step
     #[arg(long, num_args = 0..=1, default_missing_value = "true", action = Set, value_name = "BOOL")]
     pub load_best_model_at_end: bool,
     /// Whether to save checkpoints and export the trained model

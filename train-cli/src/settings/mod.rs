@@ -4,9 +4,9 @@
 //! folder. Defaults, file and flags are put together by [`Layer`]; `--help` prints the defaults of
 //! [`Settings`].
 //!
-//! To add a setting, add a field with its help text to [`fields`], its default to the `Default` below the
-//! struct (to [`defaults`] if it depends on the model or on the run), and its range to [`fields::RANGES`] if it is a number. A setting that a resumed run may change also goes into
-//! `FREE`.
+//! To add a setting, add a field with its help text to [`fields`], its default to the `Default` below the struct (to [`defaults`]
+//! if it depends on the model or on the run), and its range to [`fields::RANGES`] if it is a number. A setting that a resumed run
+//! may change also goes into `FREE`.
 
 mod amount;
 mod choices;

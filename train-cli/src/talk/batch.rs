@@ -1,7 +1,7 @@
-//! Several answers at once. Each forward makes the next token of every answer, so that the weights are read once for all of
-//! them. An answer may begin and end at any time. All have their keys and values in one pool, which remembers the prompts that were
-//! read until the room is needed: a prompt that begins like an earlier one, or continues an earlier conversation, is read from there
-//! on only. Answers are not remembered, because their keys and values are rounded differently from those of a prompt.
+//! Several answers at once. Each forward makes the next token of every answer, so that the weights are read once for all of them.
+//! An answer may begin and end at any time. All have their keys and values in one pool, which remembers the prompts that were
+//! read until the room is needed: a prompt that begins like an earlier one, or continues an earlier conversation, is read from
+//! there on only. Answers are not remembered, because their keys and values are rounded differently from those of a prompt.
 
 use crate::{
     CliError,

@@ -21,9 +21,9 @@ pub struct Expected {
 }
 
 impl Expected {
-    /// Stands for prompts that are not known yet: one of a few tokens, a short one, one for each further number of tiles of rows that
-    /// a chunk may have, one that is longer than a chunk, and two that share a chunk. The number of tiles decides how wide the tiles of a product
-    /// are, and that width is compiled in.
+    /// Stands for prompts that are not known yet: one of a few tokens, a short one, one for each further number of tiles of rows
+    /// that a chunk may have, one that is longer than a chunk, and two that share a chunk. The number of tiles decides how wide
+    /// the tiles of a product are, and that width is compiled in.
     pub fn unknown(together: usize) -> Self {
         let tiles = (2..PREFILL_CHUNK / TILE).map(|tiles| tiles * TILE);
         let alone = [FEW, SHORT].into_iter().chain(tiles).chain([PREFILL_CHUNK + 2]).map(|length| vec![length]);

@@ -1,6 +1,6 @@
-//! The tokens of a conversation, as the model read and made them. The text of an answer may have other tokens than the model made:
-//! the model can spell a word in another way than the tokenizer, or stop within a character. A later turn takes the known tokens, so
-//! that the model reads each token once.
+//! The tokens of a conversation, as the model read and made them. The text of an answer may have other tokens than the model
+//! made: the model can spell a word in another way than the tokenizer, or stop within a character. A later turn takes the known
+//! tokens, so that the model reads each token once.
 
 use crate::CliError;
 use model_qwen3::tokenizer::Tokenizer;

@@ -1,12 +1,11 @@
 //! The guard of a run: a step whose loss or gradient norm is not finite leaves no trace in the weights.
 //!
-//! Most of these steps are noticed before they update anything. They are left out: the next step follows, with its own
-//! rows and learning rate. A step that streams its update and clips by the norm of the step before learns its norm too
-//! late. It is undone from a copy of the weights and states of before the step, where memory allows one
-//! ([`crate::run::preflight::Undo`]). Without one, the run goes back to its newest checkpoint, or to its beginning, and
-//! makes the same steps again without the bad one. A run with `IN_A_ROW` bad steps in a row, or `OFTEN` of `WINDOW`, has gone wrong earlier: it goes back to
-//! a checkpoint at least `FAR` steps older, and leaves out all steps from there to the last bad one. It does so at most
-//! `ROLLBACKS` times.
+//! Most of these steps are noticed before they update anything. They are left out: the next step follows, with its own rows and
+//! learning rate. A step that streams its update and clips by the norm of the step before learns its norm too late. It is undone
+//! from a copy of the weights and states of before the step, where memory allows one ([`crate::run::preflight::Undo`]). Without
+//! one, the run goes back to its newest checkpoint, or to its beginning, and makes the same steps again without the bad one. A
+//! run with `IN_A_ROW` bad steps in a row, or `OFTEN` of `WINDOW`, has gone wrong earlier: it goes back to a checkpoint at least
+//! `FAR` steps older, and leaves out all steps from there to the last bad one. It does so at most `ROLLBACKS` times.
 
 use serde::{Deserialize, Serialize};
 use std::{

@@ -22,6 +22,7 @@
 //! | file | what it holds |
 //! |---|---|
 //! | [`parameters`] | which parameters a run trains, and which of them decay |
+//! | [`pace`] | how long the rest of a run takes |
 //! | [`evaluation`] | the loss on the evaluation samples |
 //! | [`codes`] | how many NVFP4 codes a run changed |
 
@@ -34,6 +35,7 @@ pub mod gradients;
 pub mod guard;
 pub mod learner;
 pub mod objective;
+pub mod pace;
 pub mod parameters;
 pub mod pass;
 pub mod schedule;

@@ -1,13 +1,11 @@
-//! A transformer block for one new token of each of a few sequences, in one launch: as separate kernels, the launches of a
-//! token take several times as long as the GPU needs to read the weights.
-//! ```text
-//! q, k, v = w norm(x);  h = x + w_o attention(q, k, v, cache);  y = h + w_down (silu(w_gate norm(h)) * w_up norm(h))
-//! for token { norm; q, k, v; rotate; append; attend; o; add; norm; gate, up; silu; down; add }             // the plain loop
-//! ```
-//! There is one cube a multiprocessor, and all cubes wait for each other between products (`grid_arrive` and `grid_wait` in
-//! numbers.cuh), so the kernel is written in CUDA C++: CubeCL has no such barrier. Numbers are rounded where the separate kernels
-//! round them ([`crate::rms_norm`], [`crate::quantize`], [`mod@crate::gemv`], [`crate::rope`], [`mod@crate::swiglu`]); sums in f32 take
-//! their terms in another order, which does not depend on the other tokens. Reads every weight once: bound by memory.
+//! A transformer block for one new token of each of a few sequences, in one launch: as separate kernels, the launches of a token
+//! take several times as long as the GPU needs to read the weights. ```text q, k, v = w norm(x);  h = x + w_o attention(q, k, v,
+//! cache);  y = h + w_down (silu(w_gate norm(h)) * w_up norm(h)) for token { norm; q, k, v; rotate; append; attend; o; add; norm;
+//! gate, up; silu; down; add }             // the plain loop ``` There is one cube a multiprocessor, and all cubes wait for each
+//! other between products (`grid_arrive` and `grid_wait` in numbers.cuh), so the kernel is written in CUDA C++: CubeCL has no
+//! such barrier. Numbers are rounded where the separate kernels round them ([`crate::rms_norm`], [`crate::quantize`],
+//! [`mod@crate::gemv`], [`crate::rope`], [`mod@crate::swiglu`]); sums in f32 take their terms in another order, which does not
+//! depend on the other tokens. Reads every weight once: bound by memory.
 //!
 //! | file | what it holds |
 //! |---|---|

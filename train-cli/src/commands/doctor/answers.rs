@@ -1,5 +1,6 @@
-//! The test of new tokens: a small model reads them one at a time, as it does in an answer, and all at once, as it does in a prompt.
-//! On a card with tensor cores, an answer's token runs through each block in one launch, and a prompt through the kernels of training.
+//! The test of new tokens: a small model reads them one at a time, as it does in an answer, and all at once, as it does in a
+//! prompt. On a card with tensor cores, an answer's token runs through each block in one launch, and a prompt through the kernels
+//! of training.
 
 use crate::{CliError, tolerance};
 use backend_nvfp4::{LinearSpec, MasterKind, Nvfp4Kernels, Precision, Recipe, Scaling};

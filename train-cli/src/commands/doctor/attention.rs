@@ -14,8 +14,8 @@ use std::ops::Range;
 /// Number of query heads, of key and value heads, and the size of a head.
 const SIZES: [usize; 3] = [2, 1, 128];
 
-/// Tests the forward and the gradients of two documents. They end within blocks of the kernels, which have up to 128 tokens, and one
-/// begins in one block and ends in another.
+/// Tests the forward and the gradients of two documents. They end within blocks of the kernels, which have up to 128 tokens, and
+/// one begins in one block and ends in another.
 ///
 /// # Errors
 /// If the device fails.

@@ -4,16 +4,15 @@
 mod answers;
 mod attention;
 mod checked;
-mod nvrtc;
 mod products;
 mod self_test;
 
 use crate::{
     CliError,
     args::DoctorArgs,
-    device, kernel_cache,
+    device, device_failure, kernel_cache,
     memory::{free, free::Disk, host},
-    report,
+    nvrtc, report,
     settings::DeviceChoice,
 };
 use checked::Checked;
@@ -29,10 +28,10 @@ use std::path::Path;
 pub fn run(args: &DoctorArgs) -> Result<(), CliError> {
     let mut checks = vec![program(), memory(), disk()];
     checks.extend(tested(DeviceChoice::Cpu));
-    let cards = device::quietly(|| CudaContext::device_count().unwrap_or(0)).unwrap_or(0).max(0) as usize;
+    let cards = device_failure::quietly(|| CudaContext::device_count().unwrap_or(0)).unwrap_or(0).max(0) as usize;
     checks.extend(driver(cards > 0));
     checks.extend((0..cards).map(card));
-    let tools = [nvrtc::compiler(), nvrtc::headers()];
+    let tools = [tool("NVRTC", nvrtc::compiler()), tool("headers", nvrtc::headers())];
     // Without them every test on a card would fail for the same reason, which their lines name.
     let compiles = tools.iter().all(|tool| tool.good);
     checks.extend(tools);
@@ -52,6 +51,13 @@ pub fn run(args: &DoctorArgs) -> Result<(), CliError> {
         });
     }
     Ok(())
+}
+
+fn tool(name: &str, found: nvrtc::Found) -> Checked {
+    match found {
+        Ok(found) => Checked::good(name, found),
+        Err(wrong) => Checked::missing(name, wrong, nvrtc::INSTALL),
+    }
 }
 
 fn program() -> Checked {
@@ -132,7 +138,7 @@ fn card(index: usize) -> Checked {
         let free = free::on_device(DeviceChoice::Cuda(index)).map_or("?".to_owned(), report::size);
         Some(format!("{} · compute capability {major}.{minor} · {free} are free", card.name().ok()?))
     };
-    match device::quietly(ask).flatten() {
+    match device_failure::quietly(ask).flatten() {
         Some(card) => Checked::good(name, card),
         None => Checked::missing(name, "it does not answer", no_driver()),
     }
@@ -148,7 +154,7 @@ fn adapters() -> Checked {
         let found = instance.enumerate_adapters(wgpu::Backends::VULKAN).now_or_never().unwrap_or_default();
         found.into_iter().map(|adapter| shown(&adapter.get_info())).collect::<Vec<String>>()
     };
-    match device::quietly(ask).unwrap_or_default() {
+    match device_failure::quietly(ask).unwrap_or_default() {
         found if found.is_empty() => Checked::missing("vulkan", "no driver for Vulkan is found", VULKAN),
         found => Checked::good("vulkan", found.into_iter().chain(taken()).collect::<Vec<String>>().join(" · ")),
     }

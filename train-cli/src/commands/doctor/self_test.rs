@@ -1,6 +1,6 @@
-//! The short test of a device: its quantizer and the products of each of its tiers (`products.rs`), attention (`attention.rs`), and
-//! a model's new tokens (`answers.rs`). Which kernel computes something follows from the number format and from the operands, so that each tier is
-//! tested by itself.
+//! The short test of a device: its quantizer and the products of each of its tiers (`products.rs`), attention (`attention.rs`),
+//! and a model's new tokens (`answers.rs`). Which kernel computes something follows from the number format and from the operands,
+//! so that each tier is tested by itself.
 
 use super::{
     answers, attention,

@@ -7,6 +7,7 @@ use crate::{
     data::order::Order,
     interrupt::{Interruption, SaveRequests},
     memory::vram::VramReport,
+    progress::Line,
     report,
     run::beginning::Beginning,
     run::checkpoint::{HeadStorage, TrainerState},
@@ -117,7 +118,11 @@ impl Ready {
         let on_the_host = B::memory_in_use(device).is_none();
         let samples = Samples::of(plan, inputs, on_the_host)?;
         let beginning = match from {
-            None => Some(Beginning::record(&plan.output_dir, &model.valid(), &samples, self.spec)?),
+            None => {
+                let _line = Line::of("answering prompts before the first step");
+                let is_random = inputs.source.is_none();
+                Some(Beginning::record(&plan.output_dir, &model.valid(), &samples, is_random, self.spec)?)
+            }
             Some(_) => Beginning::read(&plan.output_dir, self.spec),
         };
         let mut state = self.state(from, &model);
@@ -133,7 +138,10 @@ impl Ready {
         if trained.as_ref().is_err_and(CliError::is_of_the_device) {
             journal.abandon_checkpoint();
         }
-        match (trained, journal.wait_for_checkpoint()) {
+        let line = Line::of("writing the last checkpoint");
+        let written = journal.wait_for_checkpoint();
+        drop(line);
+        match (trained, written) {
             (Ok(model), Ok(_)) => Ok(Outcome { model, beginning, samples, journal, head: state.head }),
             (Ok(_), Err(error)) | (Err(error), Ok(_)) => Err(error),
             (Err(error), Err(unsaved)) => {

@@ -188,9 +188,11 @@ pub(super) fn is_complete(plan: &Plan, state: &TrainerState, steps: usize) -> Re
     let best = evaluations.best_of(|step| kept.iter().any(|(saved, _)| *saved == step));
     let wanted = best.filter(|_| saving.load_best_model_at_end).map_or(state.global_step, |(step, _)| step);
     let is_wanted = results.exported_step.is_none_or(|step| step == wanted);
+    let folder = plan.output_dir.join(FINAL);
+    let has_copy =
+        |file: &PathBuf| is_recorded(file, results.output_dat.as_ref()) && trained::Trained::is_beside(file, &folder);
     let exported = saving.save_strategy == SaveStrategy::No
-        || durable::verify_listed(&plan.output_dir.join(FINAL), |_| true).is_ok()
-            && saving.output_dat.as_ref().is_none_or(|file| is_recorded(file, results.output_dat.as_ref()));
+        || durable::verify_listed(&folder, |_| true).is_ok() && saving.output_dat.as_ref().is_none_or(has_copy);
     Ok(done && made && is_wanted && exported)
 }
 

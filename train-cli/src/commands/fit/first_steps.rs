@@ -26,7 +26,8 @@ impl Job for FirstSteps<'_> {
         let mut stepper = ready.stepper(optimizer, None);
         let keeps = stepper.kept > 0;
         let mut net = ready.trainee(model, last);
-        // The second step clips by the norm of the first. If graphs are kept, it leaves codes, and the third step others in their place.
+        // The second step clips by the norm of the first. If graphs are kept, it leaves codes, and the third step others in their
+        // place.
         for step in 1..=order.steps.min(if keeps { 3 } else { 2 }) {
             // A block that is run again in the backward launches what a kept one does first, and the forward without a graph.
             stepper.kept = if keeps && step > 1 { config.num_hidden_layers } else { 0 };
