@@ -133,7 +133,7 @@ fn stop(times: usize, seed: u64, signal: &str) {
             assert!(expected || at_once, "{status}, with {logged} steps before");
             (resumes, kills) = (true, kills + usize::from(!status.success()));
             // A checkpoint is begun after each save interval. It is complete before the next step is logged or, if that takes
-            // longer than five steps, before the next checkpoint is begun.
+            // longer than four steps, before the next checkpoint is begun.
             let (saved, begun) = (newest(&killed), begun(&killed));
             let said = fs::read_to_string(d.join("stderr")).unwrap();
             let late = said.contains("note: training does not wait until a checkpoint is written");

@@ -2,7 +2,7 @@
 
 use crate::{
     ModelError, names,
-    tensors::{Stored, Tensors, row_ranges},
+    tensors::{Tensors, row_ranges},
 };
 use std::{collections::HashMap, sync::Mutex};
 
@@ -35,11 +35,7 @@ impl<'a> Maxima<'a> {
         let stored = self.source.stored(name).ok_or_else(|| ModelError::missing(self.source.path(), name))?;
         let mut amax = 0.0f32;
         for rows in row_ranges(&stored.shape(), CHUNK) {
-            let values = match stored {
-                Stored::Packed { .. } => self.source.dequantize_rows(name, rows)?,
-                Stored::Dense { .. } => self.source.read_rows(name, rows)?,
-            };
-            amax = values.iter().fold(amax, |a, v| a.max(v.abs()));
+            amax = self.source.values(name, rows)?.iter().fold(amax, |a, v| a.max(v.abs()));
         }
         known.insert(name.to_owned(), amax);
         Ok(amax)

@@ -80,13 +80,6 @@ impl<'a> Repacked<'a> {
         if name == names::HEAD && self.source.stored(name).is_none() { names::EMBEDDING } else { name }
     }
 
-    fn source_values(&self, name: &str, rows: Range<usize>) -> Result<Vec<f32>, ModelError> {
-        match self.source.stored(name) {
-            Some(Stored::Packed { .. }) => self.source.dequantize_rows(name, rows),
-            _ => self.source.read_rows(name, rows),
-        }
-    }
-
     fn becomes_nvfp4(&self, name: &str, head: HeadAs, dense_from: usize) -> bool {
         let stays_dense = self.keeps_dense && matches!(self.source.stored(name), Some(Stored::Dense { .. }));
         let quantized = !stays_dense && names::block_of(name).is_none_or(|block| block < dense_from);
@@ -134,7 +127,7 @@ impl Tensors for Repacked<'_> {
         let Some(Stored::Dense { float, .. }) = self.stored(name) else {
             return Err(self.bad(format!("{name:?} becomes NVFP4; floats are needed")));
         };
-        let values = self.source_values(self.origin(name), rows)?;
+        let values = self.source.values(self.origin(name), rows)?;
         let rounded = float.decode(&float.encode(&values));
         if let Some(at) = rounded.iter().position(|v| !v.is_finite()) {
             let reason = format!("{name:?}: {} does not fit {}; use bf16 or f32", values[at], float.name());
@@ -147,7 +140,7 @@ impl Tensors for Repacked<'_> {
         let Some(Stored::Dense { float, .. }) = self.stored(name) else {
             return self.read_rows(name, rows).map(drop);
         };
-        let bytes = float.encode(&self.source_values(self.origin(name), rows.clone())?);
+        let bytes = float.encode(&self.source.values(self.origin(name), rows.clone())?);
         if !float.are_finite(&bytes) {
             // Reading the values says which of them does not fit.
             return self.read_rows(name, rows).map(drop);
@@ -167,7 +160,7 @@ impl Tensors for Repacked<'_> {
         }
         match self.format {
             StoreAs::Like(original) => {
-                let values = self.source_values(origin, 0..rows)?;
+                let values = self.source.values(origin, 0..rows)?;
                 Ok(reference::requantize(&values, rows, cols, &original.read_packed(name)?, scaling))
             }
             StoreAs::Nvfp4 { block, shares_scale, .. } => {
@@ -177,7 +170,8 @@ impl Tensors for Repacked<'_> {
                 if !shares_scale {
                     return self.source.quantized(origin, spec);
                 }
-                let (amax, values) = (self.maxima.together(origin)?, self.source_values(origin, 0..rows)?);
+                // The largest magnitude of several matrices is found on the host, where one of them after another is read.
+                let (amax, values) = (self.maxima.together(origin)?, self.source.values(origin, 0..rows)?);
                 Ok(reference::quantize_sharing(&values, View::row_major(rows, cols), spec, amax))
             }
             StoreAs::Float(_) => unreachable!("StoreAs::Float stores no tensor as NVFP4"),

@@ -132,17 +132,25 @@ pub trait Tensors: Sync {
         Ok(reference::dequantize(&self.read_packed_rows(name, rows.clone())?, rows.len(), cols))
     }
 
+    /// The values of the rows `rows` of a tensor, dense or NVFP4.
+    ///
+    /// # Errors
+    /// As [`Self::read_rows`] or [`Self::read_packed`].
+    fn values(&self, name: &str, rows: Range<usize>) -> Result<Vec<f32>, ModelError> {
+        match self.stored(name) {
+            Some(Stored::Packed { .. }) => self.dequantize_rows(name, rows),
+            _ => self.read_rows(name, rows),
+        }
+    }
+
     /// Quantizes the values of a matrix. Those of a model on a device are quantized there, to the same bits.
     ///
     /// # Errors
-    /// As [`Self::read_rows`].
+    /// As [`Self::values`].
     fn quantized(&self, name: &str, spec: QuantizeSpec) -> Result<Packed, ModelError> {
-        let stored = self.stored(name).ok_or_else(|| ModelError::missing(self.path(), name))?;
-        let (rows, cols) = (row_count(&stored.shape()), row_width(&stored.shape()));
-        let values = match stored {
-            Stored::Packed { .. } => self.dequantize_rows(name, 0..rows)?,
-            Stored::Dense { .. } => self.read_rows(name, 0..rows)?,
-        };
+        let shape = self.stored(name).ok_or_else(|| ModelError::missing(self.path(), name))?.shape();
+        let (rows, cols) = (row_count(&shape), row_width(&shape));
+        let values = self.values(name, 0..rows)?;
         Ok(reference::quantize(&values, View::row_major(rows, cols), spec))
     }
 

@@ -9,6 +9,7 @@ use sha2::{Digest, Sha256};
 use std::{
     fs,
     path::{Path, PathBuf},
+    sync::OnceLock,
     time::Duration,
 };
 
@@ -26,8 +27,13 @@ pub fn root() -> Option<PathBuf> {
 
 /// The directory of this build, and removes those of other builds, cards and drivers that are older than a week. `None`
 /// if there is no NVIDIA driver, if its cards are of several models, if the directory cannot be made, or if the cache is
-/// turned off.
+/// turned off. The executable is read once for this.
 pub fn directory() -> Option<PathBuf> {
+    static DIRECTORY: OnceLock<Option<PathBuf>> = OnceLock::new();
+    DIRECTORY.get_or_init(found).clone()
+}
+
+fn found() -> Option<PathBuf> {
     let root = root()?;
     let cards = cards(Path::new(DRIVER))?;
     let key = key(&fs::read(std::env::current_exe().ok()?).ok()?, &cards);

@@ -31,9 +31,10 @@ pub struct ExportArgs {
          the record of its training (trained.json, or trainer_state.json in a checkpoint); `{SCALING_NAME}` if there is no record]"
     ))]
     pub scales: Option<Scaling>,
-    /// How the output head is stored [default: for a checkpoint whose run was given --head, that value. In all other cases: NVFP4
-    /// if the source (which `bf16` below explains) has an NVFP4 head; otherwise f16 for a separate head, and a tied head (one that
-    /// is the embedding) is not stored a second time]
+    /// How the output head is stored [default: for a checkpoint whose run was given --head, that value. In all other cases the
+    /// source decides: for a checkpoint the file with which its training began, for any other model the model itself. If the source
+    /// has an NVFP4 head: NVFP4. Otherwise: f16 for a separate head; a tied head (one that is the embedding) is not stored a second
+    /// time]
     #[arg(long, conflicts_with = "like")]
     pub head: Option<HeadFormat>,
     /// Replace an older file

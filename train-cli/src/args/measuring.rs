@@ -225,7 +225,7 @@ pub struct BenchArgs {
 /// What `bench` measures.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub enum BenchWhat {
-    /// Every kernel, at the shapes of Qwen3-4B
+    /// The kernels that take most of the time, at the shapes of Qwen3-4B
     Kernels,
     /// Speed of answering, in tokens per second, of a model with random weights
     Decode,

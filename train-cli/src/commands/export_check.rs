@@ -116,7 +116,6 @@ impl Check<'_> {
             limit * 100.0,
             trained.ids.len()
         );
-        let exceeds = |difference: f64, limit: f64| difference.is_nan() || difference > limit;
         if exceeds(difference, limit) || own.is_some_and(|own| exceeds(own, WITH_QUANTIZED_ACTIVATIONS)) {
             return Err(CliError::corrupt(self.path, format!("{found}; the export is not the trained model")));
         }
@@ -189,6 +188,10 @@ impl Check<'_> {
         let ids = session.answer(&prompt, &options, |_| ControlFlow::Continue(()))?.ids;
         Ok(Probe { logits, quantized, ids })
     }
+}
+
+fn exceeds(difference: f64, limit: f64) -> bool {
+    difference.is_nan() || difference > limit
 }
 
 /// How far logits of quantized activations may differ: a small difference moves their codes. Models in the demo's shape differed by
@@ -319,6 +322,8 @@ mod tests {
                 let refused = checked(&model, written, model.spec().block).map_err(|error| error.to_string());
                 let text = refused.expect_err(&format!("{}: wrong export {i} passed", recipe.name()));
                 assert!(text.contains("the export is not the trained model"), "{text}");
+                // Both comparisons are made where there are two.
+                assert_eq!(text.contains("with them (limit 100%)"), recipe.packs_activations(), "{text}");
             }
         }
     }
@@ -336,6 +341,9 @@ mod tests {
     fn the_difference_of_logits_is_relative_to_their_norm() {
         assert_eq!(relative_difference(&[3.0, 4.0], &[3.0, 4.0]), 0.0);
         assert_eq!(relative_difference(&[3.0, 4.5], &[3.0, 4.0]), 0.1);
-        assert!(relative_difference(&[f32::NAN, 0.0], &[1.0, 1.0]).is_nan());
+        assert!(exceeds(relative_difference(&[f32::NAN, 0.0], &[1.0, 1.0]), f64::INFINITY));
+        // Opposite logits are further apart than two models may be, and equal ones are not.
+        assert!(exceeds(relative_difference(&[3.0, 4.0], &[-3.0, -4.0]), WITH_QUANTIZED_ACTIVATIONS));
+        assert!(!exceeds(relative_difference(&[3.0, 4.0], &[3.0, 4.0]), 0.0));
     }
 }

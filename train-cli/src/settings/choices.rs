@@ -409,9 +409,9 @@ pub enum HeadFormat {
     /// In NVFP4. If the head is tied (the embedding is the head), the file has the embedding in f16 and an NVFP4 copy of it as
     /// head, which makes answers faster
     Nvfp4,
-    /// In bf16 if the head of the source is separate, or is an NVFP4 copy of the embedding; otherwise the head is the embedding,
-    /// which is stored once, in f16. The source is the file with which training began (for fit, and for
-    /// export-dat of a checkpoint), or the input (for convert, and for export-dat of any other model)
+    /// What counts is the head of the source: of the file with which training began (for fit, and for export-dat of a checkpoint),
+    /// or of the input (for convert, and for export-dat of any other model). If it is separate, or an NVFP4 copy of the embedding,
+    /// it is stored in bf16. Otherwise the head is the embedding, which is stored once, in f16
     Bf16,
 }
 
