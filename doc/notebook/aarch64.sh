@@ -4,7 +4,9 @@
 #
 #     apt-get install qemu-user-static gcc-aarch64-linux-gnu libc6-dev-arm64-cross
 #     rustup target add aarch64-unknown-linux-gnu
-#     bash doc/notebook/aarch64.sh [TARGET_FOLDER]
+#     bash doc/notebook/aarch64.sh [TARGET_FOLDER [all]]
+#
+# With `all`, the tests of foreign file formats run, too, which takes several times as long.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 export CARGO_TARGET_DIR=${1:-target}
@@ -29,10 +31,16 @@ chmod +x "$runs/train-cli"
 # The demo keeps one processor busy; the tests run beside it.
 (cd "$runs" && time ./train-cli fit --demo) > "$runs/demo.txt" 2>&1 &
 demo=$!
+modules=(codec:: optimizer:: parity:: quantizer:: text::)
+if [ "${2-}" = all ]; then
+  modules+=(calibration:: data_make:: foreign:: formats:: gguf::)
+fi
 TRAIN_CLI="$runs/train-cli" cargo test --locked --workspace --target "$triple" --test promises -- \
-  parity codec quantizer formats foreign optimizer text:: gguf calibration data_make --skip data_formats
-TRAIN_CLI="$runs/train-cli" cargo test --locked --workspace --target "$triple" --test promises -- \
-  --exact data_formats::a_table_is_read_as_its_rows_in_json
+  "${modules[@]}" --skip data_formats
+if [ "${2-}" = all ]; then
+  TRAIN_CLI="$runs/train-cli" cargo test --locked --workspace --target "$triple" --test promises -- \
+    --exact data_formats::a_table_is_read_as_its_rows_in_json
+fi
 wait "$demo" || { code=$?; cat "$runs/demo.txt"; exit "$code"; }
 tail -n 5 "$runs/demo.txt"
 recorded="$PWD/tests/golden/demo.sha256"

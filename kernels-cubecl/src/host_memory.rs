@@ -102,34 +102,34 @@ fn refused(bytes: usize) {
     end(bytes)
 }
 
-// SAFETY: every call is the system's allocator's, with the caller's arguments; what it gives is handed on unchanged. `checked`
+// SAFETY: every call goes to the system's allocator, with the caller's arguments; what it gives is handed on unchanged. `checked`
 // and `count` never unwind: they return, end the program, or never come back. A panic in what they call ends the program.
 unsafe impl GlobalAlloc for Allocator {
     // SAFETY: the caller keeps the contract of `GlobalAlloc`.
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         count(layout.size() as i64);
-        // SAFETY: the contract is the system's too.
+        // SAFETY: the system's allocator has the same contract.
         checked(unsafe { System.alloc(layout) }, layout.size())
     }
 
     // SAFETY: the caller keeps the contract of `GlobalAlloc`.
     unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
         count(layout.size() as i64);
-        // SAFETY: the contract is the system's too.
+        // SAFETY: the system's allocator has the same contract.
         checked(unsafe { System.alloc_zeroed(layout) }, layout.size())
     }
 
     // SAFETY: the caller keeps the contract of `GlobalAlloc`.
     unsafe fn realloc(&self, memory: *mut u8, layout: Layout, bytes: usize) -> *mut u8 {
         count(bytes as i64 - layout.size() as i64);
-        // SAFETY: the contract is the system's too, and `memory` came from it.
+        // SAFETY: the system's allocator has the same contract. and `memory` came from it.
         checked(unsafe { System.realloc(memory, layout, bytes) }, bytes)
     }
 
     // SAFETY: the caller keeps the contract of `GlobalAlloc`.
     unsafe fn dealloc(&self, memory: *mut u8, layout: Layout) {
         count(-(layout.size() as i64));
-        // SAFETY: the contract is the system's too, and `memory` came from it.
+        // SAFETY: the system's allocator has the same contract. and `memory` came from it.
         unsafe { System.dealloc(memory, layout) }
     }
 }

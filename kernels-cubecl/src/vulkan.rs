@@ -57,7 +57,7 @@ impl Adapter {
         if self.0.get_info().device_type == DeviceType::Cpu {
             return None;
         }
-        // SAFETY: the adapter is only asked, and nothing of it is destroyed.
+        // SAFETY: the adapter is only queried, and none of its handles is destroyed.
         let adapter = unsafe { self.0.as_hal::<hal::api::Vulkan>() }?;
         let (instance, able) = (adapter.shared_instance(), adapter.physical_device_capabilities());
         let version = instance.instance_api_version().min(able.properties().api_version);

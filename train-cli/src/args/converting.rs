@@ -22,7 +22,7 @@ pub struct ExportArgs {
     #[arg(long, value_name = "FILE")]
     pub output_dat: PathBuf,
     /// Copy from this .dat file the order, the names and the number formats of its tensors, and whether NVFP4 weights have a matrix
-    /// scale. Cannot be combined with --scales and --head
+    /// scale. Cannot be combined with --scales, nor with --head
     #[arg(long, value_name = "FILE")]
     pub like: Option<PathBuf>,
     /// Which scales NVFP4 weights have.
@@ -31,10 +31,10 @@ pub struct ExportArgs {
          the record of its training (trained.json, or trainer_state.json in a checkpoint); `{SCALING_NAME}` if there is no record]"
     ))]
     pub scales: Option<Scaling>,
-    /// How the output head is stored [default: for a checkpoint whose run was given --head, that value. In all other cases the
-    /// source decides: for a checkpoint the file with which its training began, for any other model the model itself. If the source
-    /// has an NVFP4 head: NVFP4. Otherwise: f16 for a separate head; a tied head (one that is the embedding) is not stored a second
-    /// time]
+    /// How the output head is stored [default: for a checkpoint whose run was given --head, that value. Otherwise it depends on the
+    /// source: the file with which training began (for a checkpoint), or the model itself (for any other model). If the source has
+    /// an NVFP4 head, the head is stored in NVFP4. If it has another separate head, in f16. If its head is the embedding, no head is
+    /// stored]
     #[arg(long, conflicts_with = "like")]
     pub head: Option<HeadFormat>,
     /// Replace an older file
@@ -89,9 +89,9 @@ pub struct ExportHfArgs {
     #[arg(long)]
     pub activations: Option<ActivationsArg>,
     /// With --activations nvfp4: files whose rows the model reads to measure its activations; folders of such files, or
-    /// patterns such as 'rows/*.jsonl'. The formats are those of fit --data [default: the training files of the model's run.
-    /// But if the model's files have activation scales and --calibration-rows is not given, nothing is measured, and these scales
-    /// are exported]
+    /// patterns such as 'rows/*.jsonl'. The formats are those of fit --data [default: none if the
+    /// model's files have activation scales and --calibration-rows is not given: these scales are exported. Otherwise the training
+    /// files of the model's run]
     #[arg(long, value_name = "PATH", num_args = 1..)]
     pub calibration_data: Vec<PathBuf>,
     /// Sequences that the model reads.

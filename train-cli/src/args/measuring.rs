@@ -119,8 +119,8 @@ pub struct ParityArgs {
     // A flag that is required is not missed where it conflicts with another one, so both are said.
     #[arg(long, requires = "prompt", conflicts_with = "expected")]
     pub raw: bool,
-    /// Folder that holds tokenizer and chat template, and config.json too if there is none beside a model. With --expected only
-    /// config.json is read [default: each model's folder]
+    /// Folder that holds tokenizer and chat template, and config.json too if there is none beside a model. With --expected,
+    /// no tokenizer is needed, and only config.json is read from this folder [default: each model's folder]
     #[arg(long, value_name = "DIR")]
     pub tokenizer: Option<PathBuf>,
     /// The largest relative difference of a layer that passes. `tolerance_help` has the default.
@@ -156,11 +156,12 @@ pub(crate) const HEAD: HeadFormat = HeadFormat::Nvfp4;
 fn tolerance_help() -> String {
     let of = |precision| tolerance::hidden(precision, 3);
     format!(
-        "The embedding, each block, the final norm and the logits pass if their relative difference is at most this \
-         [default: {} in f32, {:.2} in bf16, {:.3} in f16 and TF32. If only one of the two models stores a weight in f16, the \
-         default is at least {:.4}; if only one stores a weight in bf16, at least {:.3}. All of these are higher for a model of more than \
-         three blocks. If only one of the two models has weights rounded to 4 bits (dequantized NVFP4 weights count as rounded), or \
-         only one has 4-bit activations, the default is {}]",
+        "The embedding, each block, the final norm and the logits pass if the norm of the difference, divided by the norm of the \
+         second model's values, is at most this [default: the largest of these numbers that applies: {} in f32, {:.2} in bf16, {:.3} in \
+         f16 and TF32; {:.4} if only one of the two models stores a weight in f16; {:.3} if only one stores a weight in bf16. For a model \
+         of more than 3 blocks they are multiplied by the square root of a third of the number of blocks. If only one of the two models \
+         has weights rounded to 4 bits (dequantized NVFP4 weights count as rounded), or only one has 4-bit activations, the default is \
+         {}]",
         of(Precision::F32),
         of(Precision::Bf16),
         of(Precision::F16),
@@ -179,8 +180,8 @@ pub struct BenchArgs {
     /// bench kernels: measure only kernels whose name in the output contains this text
     #[arg(long, value_name = "TEXT", default_value = "")]
     pub filter: String,
-    /// bench decode and prefill: the sizes of the model to measure, whose weights are random (a model's config.json, not a file of
-    /// settings) [default: the sizes of Qwen3-4B]
+    /// bench decode and prefill: a model's config.json (not a file of settings). What is measured is a model of these sizes with
+    /// random weights [default: the sizes of Qwen3-4B]
     #[arg(long, value_name = "FILE")]
     pub config: Option<PathBuf>,
     /// Tokens in front of what is measured.

@@ -199,7 +199,7 @@ impl Choice for CacheDtype {
                 AUTO,
                 "The number format in which the model computes; by default bf16 on CUDA and f32 elsewhere",
             ),
-            named(Self::Bf16, "bf16", "bf16, if the model computes in bf16"),
+            named(Self::Bf16, "bf16", "bf16; refused unless the model computes in bf16"),
             (fp8, name.alias("fp8_e4m3")),
         ]
     }
@@ -251,7 +251,7 @@ impl Choice for StateKind {
             format!("{bits}-bit codes, and a scale for each {STATE_BLOCK} values: {}", bytes(kind))
         };
         vec![
-            kind(Self::F32, format!("f32: {} for both moments", bytes(Self::F32))),
+            kind(Self::F32, format!("f32: {}", bytes(Self::F32))),
             also(kind(Self::Int8, coded(8, Self::Int8)), ["8bit", "8-bit"]),
             kind(Self::Bf16, format!("bf16, rounded up or down at random: {}", bytes(Self::Bf16))),
             also(kind(Self::Int4, coded(4, Self::Int4)), ["4bit", "4-bit"]),
@@ -368,8 +368,8 @@ pub enum Decay {
 #[serde(rename_all = "kebab-case")]
 pub enum Recompute {
     /// As few blocks as possible: the run keeps the activations of as many blocks as there is room for, and runs the others twice.
-    /// There is room if the predicted memory of the run, kept activations included, plus a reserve of a tenth fits into
-    /// --memory-limit and into the free memory. Where the device uses the memory of the host, only half of the free memory counts
+    /// There is room if 1.1 times the predicted memory of the run, which includes the kept activations, fits into --memory-limit
+    /// (if it is given) and into the free memory. Where the device uses the memory of the host, only half of the free memory counts
     Auto,
     /// Every block: this needs the least memory
     Always,
@@ -409,9 +409,9 @@ pub enum HeadFormat {
     /// In NVFP4. If the head is tied (the embedding is the head), the file has the embedding in f16 and an NVFP4 copy of it as
     /// head, which makes answers faster
     Nvfp4,
-    /// What counts is the head of the source: of the file with which training began (for fit, and for export-dat of a checkpoint),
-    /// or of the input (for convert, and for export-dat of any other model). If it is separate, or an NVFP4 copy of the embedding,
-    /// it is stored in bf16. Otherwise the head is the embedding, which is stored once, in f16
+    /// In bf16, if the source has a separate head or an NVFP4 copy of the embedding. In any other source the embedding is the head:
+    /// then it is stored once, in f16. The source is the input of convert, or the model given to export-dat; for fit, and for a
+    /// checkpoint given to export-dat, it is the file with which training began
     Bf16,
 }
 

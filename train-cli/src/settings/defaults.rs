@@ -43,8 +43,9 @@ pub(super) const BF16_BLOCK_IN: usize = 6;
 /// The help of `--bf16-last-blocks`.
 pub(super) fn advised_blocks() -> String {
     format!(
-        "Number of blocks (transformer layers) at the end of the model whose linear layers are not quantized [default: 0; \
-         with recipe nvfp4 and master weights that are not nvfp4, the number of blocks divided by {BF16_BLOCK_IN}, rounded up]"
+        "Number of blocks (transformer layers) at the end of the model whose linear layers are not quantized [default: \
+         with --recipe nvfp4 the number of blocks divided by {BF16_BLOCK_IN}, rounded up, but 0 with --master-weights nvfp4; with \
+         every other recipe 0]"
     )
 }
 

@@ -114,8 +114,8 @@ pub struct DataSettings {
     /// twice, half of the rows with 0.5 are used, and a row with 0 is never used
     #[arg(long, value_name = "NAME")]
     pub weight_column: Option<String>,
-    /// Use at most this many rows of the training files, chosen at random by --seed. In a text file each document counts as a
-    /// row; if the file is one document, each sequence that is cut from it does
+    /// Use at most this many rows of the training files, chosen at random by --seed. In a text file a row is a
+    /// document. If the whole file is one document, each sequence that is cut from it counts as a row
     #[arg(long, value_name = "N", aliases = ["max-samples", "max-train-samples"])]
     pub max_rows: Option<usize>,
     /// Evaluation file, instead of held-out training rows
@@ -329,7 +329,8 @@ pub struct MemorySettings {
     #[arg(long, alias = "master-dtype", value_parser = parser::<Auto<MasterKind>>())]
     #[serde(with = "by_name")]
     pub master_weights: Auto<MasterKind>,
-    /// How AdamW's two moments are stored
+    /// How AdamW's two moments are stored. The bytes are those of both moments together; moments in bf16 take 8 where activations are
+    /// f32, as on the CPU
     #[arg(long, value_parser = parser::<StateKind>())]
     #[serde(with = "by_name")]
     pub optimizer_state_mode: StateKind,
@@ -459,7 +460,8 @@ pub struct LoggingSettings {
     /// Where loss, gradient norm, speed and the other figures go
     #[arg(long)]
     pub report_to: ReportTo,
-    /// Prompt to answer at each evaluation; give the flag once for each prompt [default: the first rows of the data]
+    /// Prompt to answer at each evaluation; give the flag once for each prompt [default: the
+    /// prompts of the first training row and of the first evaluation row]
     #[arg(long, value_name = "TEXT", alias = "prompt", allow_hyphen_values = true)]
     pub sample_prompt: Vec<String>,
     /// Write the memory in use and the time of each phase of each step to this JSON file; this makes steps slower

@@ -97,8 +97,8 @@ fn launch_in<R: Runtime>(client: &ComputeClient<R>, products: Gemm<R>, cols: usi
     let words = info.len();
     let arguments = arguments.with_info(MetadataBindingInfo::new(info, words));
     // SAFETY: buffer lengths were checked against the shapes; the copy engine stays inside the matrices of its maps, whose
-    // dimensions are the shapes; the values that results begin with are read inside them too; sums of squares have two places
-    // for each tile; every loop is bounded by the shapes.
+    // dimensions are the shapes; the initial values of the sums are read only inside these matrices; sums of squares have two
+    // places for each tile; every loop is bounded by the shapes.
     unsafe { client.launch_unchecked(Box::new(WrittenKernel(form)), CubeCount::Static(cubes, 1, 1), arguments) };
     Ok(())
 }
