@@ -365,3 +365,18 @@ fn tensorboard_gets_the_figures_of_the_log() {
         assert_eq!(events(&run), expected(&run));
     }
 }
+
+#[test]
+fn without_tensorboard_a_run_has_its_log_alone() {
+    let dir = tempfile::tempdir().unwrap();
+    let d = dir.path();
+    model_and_rows(d);
+    for value in ["none", "jsonl"] {
+        fit(d, &["-o", value, "--report-to", value]);
+        let run = d.join(value);
+        let logged = fs::read_to_string(run.join("metrics.jsonl")).unwrap();
+        assert!(logged.lines().any(|line| line.contains("\"loss\"")), "{logged}");
+        let mut names = fs::read_dir(&run).unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap());
+        assert!(!names.any(|name| name.contains("tfevents")), "{value}");
+    }
+}

@@ -209,7 +209,7 @@ fn a_table_is_read_as_its_rows_in_json() {
     assert!(plan(d, &table("dated.arrow"), &[]).unwrap().contains("2 rows of documents in Arrow"));
     for (file, said) in [
         ("many_values.arrow", "a row has more than 1048576 values"),
-        ("much_text.arrow", "texts of more than 64 MiB"),
+        ("much_text.arrow", "texts of more than 16 MiB"),
         ("twice.arrow", "two columns are named \"text\""),
     ] {
         let error = plan(d, &table(file), &[]).unwrap_err();

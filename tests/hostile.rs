@@ -571,7 +571,7 @@ fn hostile_metadata_of_parquet_are_refused() {
     };
     for (schema, groups, expected) in [
         (vec![root.clone(), leaf.clone()], groups(20_000_000, 100), "more than 1048576 values"),
-        (vec![root.clone(), leaf.clone()], groups(1, 300 << 20), "texts of more than 64 MiB"),
+        (vec![root.clone(), leaf.clone()], groups(1, 17 << 20), "texts of more than 16 MiB"),
         (deep(100_000).concat(), groups(1, 100), "nests groups 100001 levels deep; at most 64"),
         // A page of 60 bytes that says it has 2 GiB.
         (vec![root.clone(), leaf.clone()], groups(1, 100), "MiB of memory"),

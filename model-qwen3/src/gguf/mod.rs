@@ -30,6 +30,9 @@ use backend_nvfp4::{BlockShape, Packed, Scaling};
 use file_header::{Header, MetadataValue};
 use std::io::Write;
 
+/// The share that 8-bit weights with their scales take of the bytes that they take in f32.
+pub const Q8_OF_F32: f64 = blocks::Q8_BYTES as f64 / (4 * blocks::Q8_VALUES) as f64;
+
 /// Values of a dense tensor that are read at a time.
 const CHUNK: usize = 2 << 20;
 

@@ -21,8 +21,8 @@ pub struct ExportArgs {
     /// .dat file to write
     #[arg(long, value_name = "FILE")]
     pub output_dat: PathBuf,
-    /// Copy from this .dat file the order, the names and the number formats of its tensors, and whether NVFP4 weights have a matrix
-    /// scale. Cannot be combined with --scales, nor with --head
+    /// Write the file in the form of this .dat file: with the same names, order and number formats of tensors, and with matrix
+    /// scales only if its NVFP4 weights have them. Cannot be combined with --scales, nor with --head
     #[arg(long, value_name = "FILE")]
     pub like: Option<PathBuf>,
     /// Which scales NVFP4 weights have.
@@ -33,8 +33,8 @@ pub struct ExportArgs {
     pub scales: Option<Scaling>,
     /// How the output head is stored [default: for a checkpoint whose run was given --head, that value. Otherwise it depends on the
     /// source: the file with which training began (for a checkpoint), or the model itself (for any other model). If the source has
-    /// an NVFP4 head, the head is stored in NVFP4. If it has another separate head, in f16. If its head is the embedding, no head is
-    /// stored]
+    /// an NVFP4 head, the head is stored in NVFP4. If it has a separate head in any other format, the head is stored in f16. If its
+    /// head is the embedding, no head is stored]
     #[arg(long, conflicts_with = "like")]
     pub head: Option<HeadFormat>,
     /// Replace an older file
@@ -89,9 +89,9 @@ pub struct ExportHfArgs {
     #[arg(long)]
     pub activations: Option<ActivationsArg>,
     /// With --activations nvfp4: files whose rows the model reads to measure its activations; folders of such files, or
-    /// patterns such as 'rows/*.jsonl'. The formats are those of fit --data [default: none if the
-    /// model's files have activation scales and --calibration-rows is not given: these scales are exported. Otherwise the training
-    /// files of the model's run]
+    /// patterns such as 'rows/*.jsonl'. The formats are those of fit --data [default: the
+    /// training files of the model's run. But if the model's files have activation scales and --calibration-rows is not given, no
+    /// file is read, and the activation scales of the model's files are exported]
     #[arg(long, value_name = "PATH", num_args = 1..)]
     pub calibration_data: Vec<PathBuf>,
     /// Sequences that the model reads.

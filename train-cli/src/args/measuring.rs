@@ -44,7 +44,8 @@ pub struct NeedleArgs {
     /// Random seed for texts and numbers
     #[arg(long, value_name = "N", default_value_t = 42)]
     pub seed: u64,
-    /// Write the texts as training rows to this .jsonl file, and do not ask the model. Use a different --seed for measuring
+    /// Write the texts as training rows to this .jsonl file, and do not ask the model. When you later
+    /// measure a model that was trained on these rows, give another --seed
     #[arg(long, value_name = "FILE")]
     pub write_rows: Option<PathBuf>,
     /// Print one JSON object for each length
@@ -102,13 +103,13 @@ pub struct ParityArgs {
     /// another recipe
     #[arg(long, value_name = "PATH", conflicts_with = "expected")]
     pub against: Option<PathBuf>,
-    /// Recipe for the first model, --model: its weights and activations are rounded as in a forward pass of this recipe. bf16
-    /// rounds nothing, and dequantizes NVFP4 weights [default: as `generate` runs it]
+    /// Recipe for the first model, --model: its weights and activations are rounded as in a forward pass of this recipe. With
+    /// bf16 nothing is rounded, and NVFP4 weights are expanded to floats of the same values [default: as `generate` rounds them]
     #[arg(long, value_name = "RECIPE", value_parser = parser::<Recipe>(), conflicts_with = "expected")]
     #[arg(hide_possible_values = true)]
     pub recipe: Option<Recipe>,
     /// Recipe for the second model. The second model is the one that --against names; without --against, it is --model again
-    /// [default: as `generate` runs it]
+    /// [default: as `generate` rounds them]
     #[arg(long, value_name = "RECIPE", value_parser = parser::<Recipe>(), conflicts_with = "expected")]
     #[arg(hide_possible_values = true)]
     pub against_recipe: Option<Recipe>,
@@ -157,11 +158,11 @@ fn tolerance_help() -> String {
     let of = |precision| tolerance::hidden(precision, 3);
     format!(
         "The embedding, each block, the final norm and the logits pass if the norm of the difference, divided by the norm of the \
-         second model's values, is at most this [default: the largest of these numbers that applies: {} in f32, {:.2} in bf16, {:.3} in \
-         f16 and TF32; {:.4} if only one of the two models stores a weight in f16; {:.3} if only one stores a weight in bf16. For a model \
-         of more than 3 blocks they are multiplied by the square root of a third of the number of blocks. If only one of the two models \
-         has weights rounded to 4 bits (dequantized NVFP4 weights count as rounded), or only one has 4-bit activations, the default is \
-         {}]",
+         second model's values, is at most this [default: {5} if only one of the two models has weights rounded to 4 bits (dequantized \
+         NVFP4 weights count as rounded), or only one has 4-bit activations. Otherwise the largest of the numbers that apply: {0} if the \
+         models compute in f32, {1:.2} in bf16, {2:.3} in f16 and TF32; {3:.4} if only one of them stores a weight in f16; {4:.3} if only \
+         one stores a weight in bf16. For a model of more than 3 blocks, each of these numbers is multiplied by the square root of a \
+         third of the number of blocks]",
         of(Precision::F32),
         of(Precision::Bf16),
         of(Precision::F16),

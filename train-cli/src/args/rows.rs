@@ -23,7 +23,8 @@ pub struct MakeArgs {
     /// File to write: .tsv, or .jsonl with a list of messages in each row
     #[arg(short, long, value_name = "FILE")]
     pub output: PathBuf,
-    /// Total number of rows, shared among the templates in proportion to their own counts [default: that of the data recipe]
+    /// Total number of rows. Each template gets a share in proportion to its `count` in the data recipe or, if it has none, to the number
+    /// of its combinations [default: that of the data recipe]
     #[arg(long, value_name = "N")]
     pub count: Option<usize>,
     /// Random seed for what is drawn, and for the order of the rows if the data recipe shuffles them [default: that of the data

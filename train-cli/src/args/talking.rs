@@ -31,8 +31,8 @@ pub struct GenerateArgs {
     /// Use the prompt unchanged, without the chat template
     #[arg(long, conflicts_with_all = ["system_prompt", "thinking"])]
     pub raw: bool,
-    /// Turn thinking before the answer on or off, for models that can think [default: as the model was trained; if no record
-    /// says that, as the chat template does by itself]
+    /// Turn thinking before the answer on or off, for models that can think [default: as in training, if a record says
+    /// how it was trained; otherwise the chat template decides]
     #[arg(long, num_args = 0..=1, default_missing_value = "true", value_name = "BOOL")]
     pub thinking: Option<bool>,
     /// Number format of the KV cache.
@@ -73,8 +73,8 @@ pub struct ChatArgs {
     /// System message
     #[arg(long, alias = "system", allow_hyphen_values = true)]
     pub system_prompt: Option<String>,
-    /// Turn thinking before the answer on or off, for models that can think [default: as the model was trained; if no record
-    /// says that, as the chat template does by itself]
+    /// Turn thinking before the answer on or off, for models that can think [default: as in training, if a record says
+    /// how it was trained; otherwise the chat template decides]
     #[arg(long, num_args = 0..=1, default_missing_value = "true", value_name = "BOOL")]
     pub thinking: Option<bool>,
     /// Number format of the KV cache.
@@ -104,8 +104,8 @@ pub struct ModelArgs {
     /// Folder that holds tokenizer and chat template.
     #[arg(long, value_name = "DIR", help = TOKENIZER)]
     pub tokenizer: Option<PathBuf>,
-    /// Quantize activations to NVFP4 too, as 4-bit inference (W4A4) does [default: true if the model's files
-    /// give scales for activations; otherwise as the model was trained]
+    /// Quantize activations to NVFP4 too, as 4-bit inference (W4A4) does [default: true if the weights are
+    /// NVFP4, and the model's files give scales for activations or its training rounded activations; otherwise false]
     #[arg(long, num_args = 0..=1, default_missing_value = "true", value_name = "BOOL")]
     pub w4a4: Option<bool>,
     /// Device to run on: auto, cpu, cuda, cuda:N or vulkan
@@ -164,13 +164,16 @@ pub struct ServeArgs {
 fn of_card(what: &str, value: impl Fn(Sampling) -> f32) -> String {
     let (answers, thinks) = (value(Sampling::CARD), value(Sampling::CARD_THINKING));
     let or = if answers == thinks { String::new() } else { format!(", or {thinks} if the model thinks") };
-    let file = format!("the value of generation_config.json, or {} if the file lacks it", value(Sampling::GREEDY));
-    format!("{what} [default: {file}; without this file {answers}{or}]")
+    let lacking = value(Sampling::GREEDY);
+    format!(
+        "{what} [default: if there is a generation_config.json, its value, or {lacking} if it has none; if there is no such file, \
+         {answers}{or}]"
+    )
 }
 
 /// The help of a flag that changes nothing unless generation_config.json says so.
 fn or_neutral(what: &str, value: impl Fn(Sampling) -> f32) -> String {
-    format!("{what} [default: the value of generation_config.json, or {}]", value(Sampling::GREEDY))
+    format!("{what} [default: the value of generation_config.json; if there is none, {}]", value(Sampling::GREEDY))
 }
 
 /// How tokens are chosen.

@@ -51,8 +51,8 @@ pub struct StartArgs {
     /// Read settings from this TOML file; flags on the command line override the file
     #[arg(short, long, value_name = "FILE", help_heading = "Advanced")]
     pub config: Option<PathBuf>,
-    /// Read the data, check everything that can be checked before training, print the plan and all settings, and stop;
-    /// writes only the files of --demo and of --token-cache
+    /// Read the data, check everything that can be checked before training, print the plan and all settings, and stop. This
+    /// writes no files but the demo's data and config (with --demo, to runs/demo-files) and the cache (with --token-cache)
     #[arg(long, help_heading = "Advanced")]
     pub dry_run: bool,
 }

@@ -26,7 +26,7 @@ use model_qwen3::{
     config::Qwen3Config,
     container::Container,
     file,
-    gguf::{About, GgufFile, Matrices, Vocabulary, write_gguf},
+    gguf::{About, GgufFile, Matrices, Q8_OF_F32, Vocabulary, write_gguf},
     json,
     repack::{HeadAs, Repacked, StoreAs},
     safetensors::{INDEX, WHOLE},
@@ -89,8 +89,8 @@ pub fn run(args: &ConvertArgs) -> Result<(), CliError> {
     check_neighbor(&args.output, &small)?;
     let written = |out: &mut dyn Write| {
         let failed = |e| ModelError::Io { path: args.output.clone(), source: e };
-        // Of f32, in which they stand here, 8-bit weights with their scales take this share.
-        let share = if dtype == WeightArg::Q8_0 { 34.0 / 128.0 } else { 1.0 };
+        // 8-bit weights stand here in f32.
+        let share = if dtype == WeightArg::Q8_0 { Q8_OF_F32 } else { 1.0 };
         let mut out = Writing::of(out, (progress::size(&tensors) as f64 * share) as u64, "converting");
         match (container, &gguf) {
             (ContainerArg::Dat, _) => write_dat(&tensors, None, &mut out, failed).map(|_| ())?,

@@ -47,7 +47,7 @@ pub(super) fn objects(path: &Path) -> Result<impl Iterator<Item = Object>, CliEr
     };
     // Pages stay in memory while one of their rows is read, and those of two row groups at a change of the group.
     let pages = 2 * largest.min(table::MOST_COMPRESSED * size_of_file);
-    let mut rows = limits::each_within(KIND, memory + table::MOST_TEXT + pages, make).map_err(refused)?;
+    let mut rows = limits::each_within(KIND, memory + pages, make).map_err(refused)?;
     Ok(table::rows(KIND, move || match rows.next() {
         None => Ok(None),
         Some(row) => row.map_err(|limit| limit.to_string())?.map(Some),

@@ -12,8 +12,8 @@ const MOST_COLUMNS: usize = 256;
 
 /// Values in a row, those inside lists included. A few bytes of a file can stand for many.
 const MOST_VALUES: usize = 1 << 20;
-/// Bytes of the texts of a row.
-pub(super) const MOST_TEXT: usize = 64 << 20;
+/// Bytes of the texts of a row, of which a reader holds a few copies. A long novel has 4 MiB.
+const MOST_TEXT: usize = 16 << 20;
 /// What a file says of the size of its decompressed parts counts up to this many times the size of the file, because a few bytes
 /// can say that they stand for gigabytes.
 pub(super) const MOST_COMPRESSED: usize = 32;

@@ -3,7 +3,7 @@
 //! The prediction is the peak of the memory pool. The pool reuses a buffer only for buffers of the same size, so the
 //! phases of a step (head, block, optimizer) do not share memory.
 
-use crate::{data::order, plan::Plan, report, settings::Clip};
+use crate::{data::order, plan::Plan, report};
 use backend_nvfp4::{MasterKind, PACKED_BYTES, Precision, StateKind, logits_rows};
 use burn::tensor::DType;
 use model_qwen3::config::Qwen3Config;
@@ -77,10 +77,8 @@ impl Estimate {
         let length = order::padded_len(longest);
         let tokens = (sequences * length) as f64;
         // With --train-last-layers only the last blocks have gradients, optimizer states and stored inputs.
-        let (trained, all) = match plan.settings.model.train_last_layers {
-            0 => (s.blocks, true),
-            last => ((last as f64).min(s.blocks), false),
-        };
+        let last = plan.settings.model.last_trained();
+        let (trained, all) = (last.map_or(s.blocks, |last| s.blocks.min(last as f64)), last.is_none());
         // Masters of bf16 take four bytes on a device that computes in f32.
         let dense_bytes = if master == MasterKind::F32 { 4.0 } else { value };
         let linear_bytes = if master == MasterKind::Nvfp4 { PACKED_BYTES } else { dense_bytes };
@@ -93,8 +91,7 @@ impl Estimate {
         // The products give f32 gradients. Where they are gathered, they are stored in the type of the sums.
         let gathers = optimizer.gradient_accumulation_steps > 1;
         let sum_bytes = if master == MasterKind::F32 { 4.0 } else { value };
-        let both_passes =
-            optimizer.gradient_accumulation_steps > 1 && !(plan.clip == Clip::Exact && optimizer.max_grad_norm > 0.0);
+        let both_passes = gathers && !plan.clip.needs_the_norm_first(optimizer.max_grad_norm);
         // When the embedding's gradient is made, that of a separate head is no longer there.
         let mut gradients = 4.0 * (embedding + s.block);
         gradients += if gathers { sum_bytes * trained_params } else { 0.0 };
@@ -236,11 +233,12 @@ impl Estimate {
 
 /// Floating-point operations that training needs for each token of a document of `length` tokens: two for each parameter of the
 /// matrix products in the forward pass and four in the backward pass, and those of attention, of which causality leaves half. If
-/// only the last `last` blocks are trained (0 is all), the others have no backward pass, and that of the head has two, because it
+/// only the last `last` blocks are trained, the others have no backward pass, and that of the head has two, because it
 /// is not trained. Recomputation does not count.
-pub fn flops_a_token(c: &Qwen3Config, last: usize, length: f64) -> f64 {
+pub fn flops_a_token(c: &Qwen3Config, last: Option<usize>, length: f64) -> f64 {
     let (s, block) = (Sizes::of(c), products_of_block(c, length));
-    let (trained, head) = if last == 0 { (s.blocks, 4.0) } else { ((last as f64).min(s.blocks), 2.0) };
+    let trained = last.map_or(s.blocks, |last| s.blocks.min(last as f64));
+    let head = if last.is_none() { 4.0 } else { 2.0 };
     2.0 * (s.blocks * block + s.embedding) + 4.0 * trained * block + head * s.embedding
 }
 
@@ -292,6 +290,6 @@ mod tests {
         let block = 2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 160 + 64 * 10;
         assert_eq!(flops_of_prompt(&c, 10.0), (2 * (10 * 3 * block + 1000 * 64)) as f64);
         let logits_of_nine = (2 * 9 * 1000 * 64) as f64;
-        assert_eq!(flops_of_prompt(&c, 10.0), 10.0 * flops_a_token(&c, 0, 10.0) / 3.0 - logits_of_nine);
+        assert_eq!(flops_of_prompt(&c, 10.0), 10.0 * flops_a_token(&c, None, 10.0) / 3.0 - logits_of_nine);
     }
 }

@@ -261,10 +261,7 @@ fn check_new_length(plan: &Plan, inputs: &Inputs, resumed: &Resumed, steps: usiz
     let blocks = inputs.config.num_hidden_layers;
     let dense = plan.settings.bf16_last_blocks(blocks);
     // Blocks that are not trained have nothing to learn.
-    let untrained = match plan.settings.model.train_last_layers {
-        0 => 0,
-        last => blocks.saturating_sub(last),
-    };
+    let untrained = plan.settings.model.last_trained().map_or(0, |last| blocks.saturating_sub(last));
     let frozen = |steps, step| {
         let finish = DampedFinish::new(plan.settings.recipe.damped_finish, steps, plan.quantize_from(steps));
         finish.frozen(step, blocks).min(blocks - dense).saturating_sub(untrained)

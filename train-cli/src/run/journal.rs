@@ -97,7 +97,7 @@ impl Journal {
         saver: Saver,
     ) -> Result<Self, CliError> {
         let length = document_of_a_token(&inputs.train);
-        let flops = estimate::flops_a_token(&inputs.config, plan.settings.model.train_last_layers, length);
+        let flops = estimate::flops_a_token(&inputs.config, plan.settings.model.last_trained(), length);
         let peak = header::peak(plan, &state.precision).map(|(_, peak)| peak);
         let answers = samples.prompts.len() * MAX_TOKENS;
         let evaluation_cost = cadence::cost(plan, inputs, answers);

@@ -14,7 +14,7 @@ use crate::{
     run::saving::Room,
     run::{checkpoint, old_checkpoints},
     settings::{
-        Clip, DeviceChoice, Recompute, SaveStrategy,
+        DeviceChoice, Recompute, SaveStrategy,
         defaults::FEWEST_SPLIT,
         fields::{LEAST_KEPT, SavingSettings},
     },
@@ -68,7 +68,7 @@ impl Undo {
         let (advanced, bytes) = (&plan.settings.advanced, estimate.trained());
         match () {
             () if !advanced.guard => Self::Never,
-            () if clips_exactly(plan) => Self::NotNeeded,
+            () if plan.clip.needs_the_norm_first(plan.settings.optimizer.max_grad_norm) => Self::NotNeeded,
             () if advanced.undo_copy && space.has(estimate.peak() + bytes) => Self::Copy { bytes },
             () if advanced.undo_copy && space == Space::default() && !device::is_there(device) => {
                 Self::Unknown { bytes }
@@ -128,11 +128,6 @@ impl Space {
     fn most(self) -> Option<u64> {
         self.least().map(|room| room / 11 * 10 + room % 11 * 10 / 11)
     }
-}
-
-/// Whether the norm that gradients are clipped by is that of their own step.
-fn clips_exactly(plan: &Plan) -> bool {
-    plan.clip == Clip::Exact && plan.settings.optimizer.max_grad_norm > 0.0
 }
 
 /// How many blocks keep their activations: as many as there is room for, unless the plan says all or none. Memory that
@@ -237,7 +232,8 @@ impl Forecast {
         let (free, of_the_host) = (free::on_device(device), free::is_the_hosts(device));
         let space = Space { limit: plan.memory_limit, free };
         let one_batch = plan.settings.optimizer.gradient_accumulation_steps == 1;
-        let gathers = (clips_exactly(plan) && one_batch).then(|| space.has(estimate.peak() + estimate.all_gradients()));
+        let gathers = (plan.clip.needs_the_norm_first(plan.settings.optimizer.max_grad_norm) && one_batch)
+            .then(|| space.has(estimate.peak() + estimate.all_gradients()));
         if gathers == Some(true) {
             estimate.gather();
         }

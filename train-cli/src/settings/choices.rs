@@ -148,8 +148,9 @@ impl Choice for Precision {
                 Self::Tf32,
                 Self::Tf32.name(),
                 "as f32, but products of two unquantized matrices use TF32 tensor cores, which are faster and less exact; \
-                 CUDA only. Products with a quantized matrix are computed as in f32. So with 4-bit weights, TF32 is used by \
-                 attention, by linear layers that are not quantized and, in training with w4, by the weight gradients",
+                 CUDA only. Products with a quantized matrix are computed as in f32. So in a model with 4-bit weights, these \
+                 products use TF32: those of attention, those of linear layers that are not quantized and, in training with w4, \
+                 the product that gives the gradient of a weight",
             ),
             also(named(Self::F16, Self::F16.name(), "f16; not for training"), ["float16", "Float16"]),
             also(named(Self::Bf16, Self::Bf16.name(), "bf16; CUDA only"), ["bfloat16", "BFloat16"]),
@@ -191,7 +192,8 @@ impl Choice for CacheDtype {
         let (fp8, name) = named(
             Self::Fp8,
             "fp8",
-            "8-bit numbers (E4M3), which take half the memory of bf16; they have four significant bits, so answers may differ",
+            "8-bit numbers (E4M3), which take half the memory of bf16; they have four significant bits (three stored, one implied), so \
+             answers may differ from those with the default",
         );
         vec![
             named(
@@ -215,7 +217,8 @@ impl Choice for MasterKind {
             named(
                 Self::BF16_RESIDUAL,
                 Self::BF16_RESIDUAL.name(),
-                "24 bits: the layers compute with the nearest bf16 number, and the optimizer updates all bits; 3 bytes per parameter",
+                "24 bits, or 3 bytes per parameter: the optimizer updates all of them, and the layers compute with the bf16 number that is nearest \
+                 to the weight",
             ),
             also(
                 named(
@@ -263,10 +266,10 @@ impl Choice for StateKind {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
 #[serde(rename_all = "kebab-case")]
 pub enum Nvfp4Part {
-    /// One scale for each square of 16x16 weights (the name means these squares, not transformer layers), so that a matrix and
-    /// its transpose are rounded alike; without this technique, one scale for each 16 weights of a row
+    /// The technique: each square of 16x16 weights has one scale, so that a matrix and its transpose are rounded alike (the blocks
+    /// of the name are these squares, not transformer layers). Without it, each 16 weights of a row have one scale
     SquareBlocks,
-    /// Before the product that gives the weight gradient, both matrices are multiplied by a random Hadamard matrix in groups of
+    /// The technique: before the product that gives the weight gradient, both matrices are multiplied by a random Hadamard matrix in groups of
     /// 16 values. It spreads a very large value over its group. Otherwise such a value would make the scale of the group too
     /// coarse for the other 15
     Hadamard,
@@ -305,7 +308,7 @@ impl Format {
 }
 
 impl Choice for Format {
-    const AUTO: &'static str = "by the file name, and for JSON and tables by the keys of the first row";
+    const AUTO: &'static str = "by the file name; in JSON files also by the keys of the first row, and in Parquet and Arrow tables by the names of the columns";
 
     fn all() -> Vec<(Self, PossibleValue)> {
         Self::value_variants().iter().filter_map(|format| Some((*format, format.to_possible_value()?))).collect()
@@ -369,7 +372,8 @@ pub enum Decay {
 pub enum Recompute {
     /// As few blocks as possible: the run keeps the activations of as many blocks as there is room for, and runs the others twice.
     /// There is room if 1.1 times the predicted memory of the run, which includes the kept activations, fits into --memory-limit
-    /// (if it is given) and into the free memory. Where the device uses the memory of the host, only half of the free memory counts
+    /// (if it is given) and into the free memory. If the device uses the memory of the host (as the CPU does), or does not
+    /// say whether it does, only half of the free memory counts
     Auto,
     /// Every block: this needs the least memory
     Always,
@@ -384,6 +388,13 @@ pub enum Clip {
     Exact,
     /// The norm of the previous step.
     Previous,
+}
+
+impl Clip {
+    /// Whether a step must know its own norm before it updates anything. A largest norm of 0 turns clipping off.
+    pub fn needs_the_norm_first(self, max_norm: f64) -> bool {
+        self == Self::Exact && max_norm > 0.0
+    }
 }
 
 impl Choice for Clip {
@@ -409,9 +420,10 @@ pub enum HeadFormat {
     /// In NVFP4. If the head is tied (the embedding is the head), the file has the embedding in f16 and an NVFP4 copy of it as
     /// head, which makes answers faster
     Nvfp4,
-    /// In bf16, if the source has a separate head or an NVFP4 copy of the embedding. In any other source the embedding is the head:
-    /// then it is stored once, in f16. The source is the input of convert, or the model given to export-dat; for fit, and for a
-    /// checkpoint given to export-dat, it is the file with which training began
+    /// The source is the input of convert, or the model given to export-dat; for fit, and for a checkpoint given to export-dat, it
+    /// is the file with which training began. If the source has a head of its own (a separate head, or an NVFP4 copy of the
+    /// embedding), the head is stored in bf16. Otherwise the embedding is the head, too: no head is stored, and the embedding is in
+    /// f16
     Bf16,
 }
 

@@ -43,9 +43,9 @@ pub(super) const BF16_BLOCK_IN: usize = 6;
 /// The help of `--bf16-last-blocks`.
 pub(super) fn advised_blocks() -> String {
     format!(
-        "Number of blocks (transformer layers) at the end of the model whose linear layers are not quantized [default: \
-         with --recipe nvfp4 the number of blocks divided by {BF16_BLOCK_IN}, rounded up, but 0 with --master-weights nvfp4; with \
-         every other recipe 0]"
+        "Number of blocks (transformer layers) at the end of the model whose linear layers are not quantized [default: 0, \
+         except with --recipe nvfp4 and without --master-weights nvfp4: then the number of blocks divided by {BF16_BLOCK_IN}, rounded \
+         up]"
     )
 }
 
@@ -100,4 +100,5 @@ pub fn scales(begun_with: Option<Scaling>) -> Scaling {
 }
 
 /// The help of that default.
-pub(super) const SCALES: &str = "A new run uses `two`, even if its model file has no scale for the whole matrix; a resumed run keeps what it began with";
+pub(super) const SCALES: &str = "a new run uses `two` (scales of groups and of matrices), even if the NVFP4 weights of its model file have no scale for the whole \
+     matrix; a resumed run keeps the scales with which it began";

@@ -89,6 +89,13 @@ pub struct ModelSettings {
     pub train_last_layers: usize,
 }
 
+impl ModelSettings {
+    /// Number of last blocks that are trained, with the final norm. `None` if all parameters are.
+    pub fn last_trained(&self) -> Option<usize> {
+        (self.train_last_layers > 0).then_some(self.train_last_layers)
+    }
+}
+
 /// Settings of training and evaluation data.
 #[derive(Debug, Clone, PartialEq, Args, Serialize, Deserialize)]
 #[serde(default)]
@@ -97,8 +104,8 @@ pub struct DataSettings {
     /// Training files, folders of them, or patterns.
     #[arg(short, long, value_name = "PATH", alias = "dataset", alias = "train-data", alias = "train-file")]
     #[arg(help_heading = COMMON, help = format!(
-        "Training file ({}), a folder of such files (hidden files, .md files, dataset_info.json and state.json in it are \
-         skipped), or a pattern such as 'rows/*.jsonl'; may be given several times",
+        "Training file ({}); or a pattern such as 'rows/*.jsonl'; or a folder, which stands for the training files in it, except \
+         .md files, hidden files, dataset_info.json and state.json. May be given several times",
         extensions::known()
     ))]
     pub data: Vec<PathBuf>,
@@ -124,8 +131,8 @@ pub struct DataSettings {
     /// Share of the training rows that are held out.
     #[arg(long, value_name = "SHARE", alias = "val-size", alias = "val-set-size", help = format!(
         "Share of the training rows that is held out for evaluation, drawn at random. With 0, or with fewer than {FEWEST_SPLIT} rows, \
-         none is held out. Otherwise at least 1 row is held out. Drawing stops before another row would bring the total above \
-         {MOST_EVALUATED} sequences (a long row may become several)"
+         none is held out. Otherwise at least 1 row is held out. Drawing ends at a row with \
+         which the held-out rows would make more than {MOST_EVALUATED} sequences (a long row makes several); the first row is always taken"
     ))]
     pub val_split: f64,
     /// Format of the data files
@@ -205,10 +212,11 @@ pub struct RecipeSettings {
     #[arg(long, value_parser = parser::<Auto<Scaling>>())]
     #[serde(with = "by_name")]
     pub scales: Auto<Scaling>,
-    /// Give the q, k and v weights of a block one common matrix scale, and its gate and up weights another. Inference engines
-    /// join q, k and v into one matrix, and gate and up into a second, and each joined matrix has one matrix scale. Without this
-    /// flag, export-hf with an NVFP4 format gives joined weights the largest of their matrix scales. It may then round their 8-bit
-    /// scales again, and this can change a few 4-bit codes
+    /// In each block, use one matrix scale for the three weights q, k and v together, and one for the two weights gate and up
+    /// together. Inference engines join q, k and v into one matrix, and gate and up into a second, and each joined matrix has one
+    /// matrix scale. Without this flag, these weights have different matrix scales: export-hf with an NVFP4 format then gives the
+    /// weights of a joined matrix the largest one. For this it may have to round their 8-bit scales again, which can change a few
+    /// 4-bit codes
     #[arg(long, num_args = 0..=1, default_missing_value = "true", action = Set, value_name = "BOOL")]
     pub share_scales: bool,
     /// Number format in which the model computes
@@ -329,8 +337,8 @@ pub struct MemorySettings {
     #[arg(long, alias = "master-dtype", value_parser = parser::<Auto<MasterKind>>())]
     #[serde(with = "by_name")]
     pub master_weights: Auto<MasterKind>,
-    /// How AdamW's two moments are stored. The bytes are those of both moments together; moments in bf16 take 8 where activations are
-    /// f32, as on the CPU
+    /// How AdamW's two moments are stored. The bytes per parameter that are given below are for both moments together. Where the
+    /// model computes in f32 or TF32 (on the CPU always), `bf16` stores the moments in f32, and takes 8 bytes per parameter
     #[arg(long, value_parser = parser::<StateKind>())]
     #[serde(with = "by_name")]
     pub optimizer_state_mode: StateKind,

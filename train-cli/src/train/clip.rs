@@ -19,7 +19,7 @@ pub struct Clipping {
 impl Clipping {
     /// Whether a step must know its own norm before it updates anything.
     pub fn needs_the_norm_first(&self) -> bool {
-        self.max_norm > 0.0 && self.clip == Clip::Exact
+        self.clip.needs_the_norm_first(self.max_norm)
     }
 
     /// The factor on every gradient of a step; `norm` is the step's own norm where it is known by now.

@@ -11,11 +11,8 @@ use model_qwen3::{
 };
 use std::collections::HashSet;
 
-/// Trains only the last `last` blocks and the final norm; with 0, trains everything.
+/// Trains only the last `last` blocks and the final norm.
 pub fn last_blocks<B: Nvfp4Kernels>(mut model: Qwen3<Autodiff<B>>, last: usize) -> Qwen3<Autodiff<B>> {
-    if last == 0 {
-        return model;
-    }
     let fixed = model.layers.len() - last;
     model.embed_tokens = model.embed_tokens.no_grad();
     model.lm_head = model.lm_head.map(Module::no_grad);

@@ -25,9 +25,9 @@ pub(super) fn of_model(
         "---\nlibrary_name: transformers\npipeline_tag: text-generation\n---\n# {name}\n\nA Qwen3 model. {what}\n"
     );
     if let Some(settings) = &origin.settings {
-        let trained = match settings.model.train_last_layers {
-            0 => "All parameters".to_owned(),
-            count => format!("The last {} and the final norm", report::count(count, "block")),
+        let trained = match settings.model.last_trained() {
+            None => "All parameters".to_owned(),
+            Some(count) => format!("The last {} and the final norm", report::count(count, "block")),
         };
         let steps = origin.step.map_or_else(String::new, |steps| format!(", {}", report::count(steps, "step")));
         card += &format!(

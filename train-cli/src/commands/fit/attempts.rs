@@ -191,7 +191,7 @@ impl Ready {
             requests: watchers.requests,
             between: Box::new(journal),
         };
-        learner::run(self.trainee(model, s.model.train_last_layers), run)
+        learner::run(self.trainee(model, s.model.last_trained()), run)
     }
 }
 

@@ -20,7 +20,7 @@ impl Job for FirstSteps<'_> {
         let (all, dense) = (config.num_hidden_layers, ready.plan.settings.bf16_last_blocks(config.num_hidden_layers));
         config.num_hidden_layers = if dense == 0 || dense >= all { 1 } else { 2 };
         let model = weights::random::<B>(&config, ready.spec, ready.master, 0, &device)?;
-        let last = ready.plan.settings.model.train_last_layers.min(config.num_hidden_layers);
+        let last = ready.plan.settings.model.last_trained().map(|last| last.min(config.num_hidden_layers));
         let model = ready.to_train(model, last, dense.min(1));
         let optimizer = ready.optimizer(None, &model)?;
         let mut stepper = ready.stepper(optimizer, None);

@@ -73,14 +73,23 @@ impl Ready {
             (None, None) => weights::random(config, spec, master, self.plan.settings.advanced.seed, device)?,
         };
         let dense = self.plan.settings.bf16_last_blocks(config.num_hidden_layers);
-        Ok(self.to_train(model, self.plan.settings.model.train_last_layers, dense))
+        Ok(self.to_train(model, self.plan.settings.model.last_trained(), dense))
     }
 
-    /// A model as the run trains it: its master weights, of them those of the last `last` blocks (0 is all). The last `dense`
+    /// A model as the run trains it: its master weights, of them those of the last `last` blocks, or all. The last `dense`
     /// blocks compute without quantization.
-    pub(super) fn to_train<B: Nvfp4Kernels>(&self, model: Qwen3<B>, last: usize, dense: usize) -> Qwen3<Autodiff<B>> {
+    pub(super) fn to_train<B: Nvfp4Kernels>(
+        &self,
+        model: Qwen3<B>,
+        last: Option<usize>,
+        dense: usize,
+    ) -> Qwen3<Autodiff<B>> {
         let model = weights::trained(model, self.master);
-        parameters::last_blocks(model, last).with_bf16_last_blocks(dense)
+        let model = match last {
+            Some(last) => parameters::last_blocks(model, last),
+            None => model,
+        };
+        model.with_bf16_last_blocks(dense)
     }
 
     /// The optimizer, with its states after a resume.
@@ -120,9 +129,13 @@ impl Ready {
         }
     }
 
-    /// The model with the loss that it is trained on. It trains its last `last` blocks (0 is all).
-    pub(super) fn trainee<B: Nvfp4Kernels>(&self, model: Qwen3<Autodiff<B>>, last: usize) -> Trainee<Autodiff<B>> {
-        let fixed = if last == 0 { 0 } else { model.layers.len() - last };
+    /// The model with the loss that it is trained on. It trains its last `last` blocks, or all.
+    pub(super) fn trainee<B: Nvfp4Kernels>(
+        &self,
+        model: Qwen3<Autodiff<B>>,
+        last: Option<usize>,
+    ) -> Trainee<Autodiff<B>> {
+        let fixed = last.map_or(0, |last| model.layers.len() - last);
         Trainee::new(model, self.plan.settings.advanced.loss, fixed)
     }
 
