@@ -153,13 +153,15 @@ fn steps_are_made_while_a_checkpoint_is_written() {
     let Some(machine) = Machine::new() else { return };
     let (_, whole) = machine.whole();
     let r = machine.folder().join("r");
-    let third = || fs::read_to_string(r.join("metrics.jsonl")).is_ok_and(|log| log.contains("\"step\":3"));
-    let mut run = held_run(&machine, third);
-    let said = run.stderr.take().unwrap();
-    let (made, saved) = (third(), r.join("checkpoint-2").exists());
+    let said = || fs::read_to_string(machine.dir.path().join(SAID)).unwrap();
+    // The next checkpoint is due: training has come as far as it can.
+    let mut run = held_run(&machine, || said().contains("note: the checkpoint before is still being written"));
+    let made = fs::read_to_string(r.join("metrics.jsonl")).is_ok_and(|log| log.contains("\"step\":3"));
+    let saved = r.join("checkpoint-2").exists();
     fs::remove_file(machine.hold()).unwrap();
-    let said = std::io::read_to_string(said).unwrap();
-    assert!(run.wait().unwrap().success(), "{said}");
+    let succeeds = run.wait().unwrap().success();
+    let said = said();
+    assert!(succeeds && said.contains("note: the checkpoint before is still being written"), "{said}");
     // It has waited for the checkpoint as long as a few steps take, and says that it waits no longer.
     assert!(said.contains("note: training does not wait until a checkpoint is written"), "{said}");
     assert!(made && !saved, "step 3 is made: {made}; the checkpoint before it is complete: {saved}");
@@ -192,14 +194,17 @@ fn a_second_signal_ends_the_run_at_once() {
     finish(&machine, &whole, "after two signals");
 }
 
+/// The file of what [`held_run`] says.
+const SAID: &str = "said.txt";
+
 /// A run whose checkpoints cannot be completed until [`Machine::hold`] is removed, when it has got so far, or after a minute.
 fn held_run(machine: &Machine, so_far: impl Fn() -> bool) -> Child {
     machine.empty();
     fs::write(machine.hold(), "").unwrap();
     let words: Vec<&str> = FIT.split_whitespace().collect();
     let mut command = machine.command(&words, Fault::Slow);
-    // What such a short run says has room in a pipe that nobody reads.
-    let run = command.stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
+    let said = fs::File::create(machine.dir.path().join(SAID)).unwrap();
+    let run = command.stdout(Stdio::null()).stderr(said).spawn().unwrap();
     let started = Instant::now();
     while !so_far() && started.elapsed() < Duration::from_secs(60) {
         std::thread::sleep(Duration::from_millis(1));

@@ -109,7 +109,7 @@ pub struct ParityArgs {
     #[arg(hide_possible_values = true)]
     pub recipe: Option<Recipe>,
     /// Recipe for the second model. The second model is the one that --against names; without --against, it is --model again
-    /// [default: as `generate` rounds them]
+    /// [default: as `generate` rounds its weights and activations]
     #[arg(long, value_name = "RECIPE", value_parser = parser::<Recipe>(), conflicts_with = "expected")]
     #[arg(hide_possible_values = true)]
     pub against_recipe: Option<Recipe>,
@@ -161,8 +161,8 @@ fn tolerance_help() -> String {
          second model's values, is at most this [default: {5} if only one of the two models has weights rounded to 4 bits (dequantized \
          NVFP4 weights count as rounded), or only one has 4-bit activations. Otherwise the largest of the numbers that apply: {0} if the \
          models compute in f32, {1:.2} in bf16, {2:.3} in f16 and TF32; {3:.4} if only one of them stores a weight in f16; {4:.3} if only \
-         one stores a weight in bf16. For a model of more than 3 blocks, each of these numbers is multiplied by the square root of a \
-         third of the number of blocks]",
+         one stores a weight in bf16. For a model of more than 3 blocks, each of these numbers but {5} is multiplied by the square root \
+         of a third of the number of blocks]",
         of(Precision::F32),
         of(Precision::Bf16),
         of(Precision::F16),

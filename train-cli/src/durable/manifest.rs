@@ -1,11 +1,17 @@
 //! The manifest of a folder: which files it holds, with size and SHA-256.
 
-use super::{disk::forget_cached, files::joined};
+use super::disk::forget_cached;
 use crate::CliError;
 use model_qwen3::{ModelError, file, json};
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
-use std::{collections::BTreeMap, fs, io::Read, path::Path, thread};
+use std::{
+    collections::BTreeMap,
+    fs,
+    io::Read,
+    path::Path,
+    thread::{self, ScopedJoinHandle},
+};
 
 /// The list of a folder's files, which is written last.
 pub const MANIFEST: &str = "manifest.json";
@@ -131,6 +137,9 @@ fn compare_files<'a>(
         };
         let threads = large.into_iter().map(begin).collect::<Result<Vec<_>, _>>()?;
         small.into_iter().try_for_each(|(name, record)| compare_named(folder, name, record, largest))?;
+        let joined = |thread: ScopedJoinHandle<'_, Result<(), CliError>>| {
+            thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+        };
         threads.into_iter().try_for_each(joined)
     })
 }

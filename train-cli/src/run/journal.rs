@@ -73,6 +73,8 @@ pub struct Journal {
     told: bool,
     /// Whether [`LATE`] was said.
     told_of_late: bool,
+    /// Whether [`BUSY`] was said.
+    told_of_busy: bool,
     /// When this attempt began to train.
     began: Instant,
     /// The steps that were made before.
@@ -139,6 +141,7 @@ impl Journal {
             saver: Arc::new(Mutex::new(saver)),
             told: false,
             told_of_late: false,
+            told_of_busy: false,
             began: Instant::now(),
             began_after: made,
             spent: Spent::default(),
@@ -412,6 +415,9 @@ impl<B: Nvfp4Kernels> Between<B> for Journal {
         self.state.guard = self.guard.record();
         self.state.seconds = self.seconds();
         self.started = Instant::now();
+        if saver.is_busy() && step < self.order.steps && !ends && !std::mem::replace(&mut self.told_of_busy, true) {
+            report::line(BUSY);
+        }
         progress::doing("saving a checkpoint");
         // What was logged of the steps of a checkpoint is not lost before the checkpoint is.
         log::sync(&self.plan.output_dir)?;
@@ -428,6 +434,10 @@ impl<B: Nvfp4Kernels> Between<B> for Journal {
 /// Said once if training does not wait until a checkpoint is written.
 const LATE: &str = "note: training does not wait until a checkpoint is written, because that takes too long. A kill before it is \
                     written loses up to two save intervals";
+
+/// Said once if training waits for the checkpoint before, in the middle of a run.
+const BUSY: &str = "note: the checkpoint before is still being written, and training waits for it. A larger --save-steps, or none, \
+                    waits less";
 
 /// What to say to somebody who asks for a checkpoint by a signal.
 fn answer_to_request(step: usize, saves: bool) -> String {

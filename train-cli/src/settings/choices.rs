@@ -217,7 +217,7 @@ impl Choice for MasterKind {
             named(
                 Self::BF16_RESIDUAL,
                 Self::BF16_RESIDUAL.name(),
-                "24 bits, or 3 bytes per parameter: the optimizer updates all of them, and the layers compute with the bf16 number that is nearest \
+                "24 bits, or 3 bytes per parameter: the optimizer updates all 24, and the layers compute with the bf16 number that is nearest \
                  to the weight",
             ),
             also(
@@ -420,10 +420,9 @@ pub enum HeadFormat {
     /// In NVFP4. If the head is tied (the embedding is the head), the file has the embedding in f16 and an NVFP4 copy of it as
     /// head, which makes answers faster
     Nvfp4,
-    /// The source is the input of convert, or the model given to export-dat; for fit, and for a checkpoint given to export-dat, it
-    /// is the file with which training began. If the source has a head of its own (a separate head, or an NVFP4 copy of the
-    /// embedding), the head is stored in bf16. Otherwise the embedding is the head, too: no head is stored, and the embedding is in
-    /// f16
+    /// In bf16, if the source has a head of its own (a separate head, or an NVFP4 copy of the embedding). Otherwise the embedding is
+    /// the head, too: no head is stored, and the embedding is in f16. (The source is the file with which training began, for fit and
+    /// for a checkpoint given to export-dat; otherwise it is the model given to export-dat, or the input of convert)
     Bf16,
 }
 

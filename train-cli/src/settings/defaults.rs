@@ -43,9 +43,8 @@ pub(super) const BF16_BLOCK_IN: usize = 6;
 /// The help of `--bf16-last-blocks`.
 pub(super) fn advised_blocks() -> String {
     format!(
-        "Number of blocks (transformer layers) at the end of the model whose linear layers are not quantized [default: 0, \
-         except with --recipe nvfp4 and without --master-weights nvfp4: then the number of blocks divided by {BF16_BLOCK_IN}, rounded \
-         up]"
+        "Number of blocks (transformer layers) at the end of the model whose linear layers are not quantized [default: 0. \
+         With --recipe nvfp4, unless --master-weights nvfp4 is given, too: the number of blocks divided by {BF16_BLOCK_IN}, rounded up]"
     )
 }
 
