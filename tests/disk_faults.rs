@@ -155,13 +155,17 @@ fn steps_are_made_while_a_checkpoint_is_written() {
     let r = machine.folder().join("r");
     let said = || fs::read_to_string(machine.dir.path().join(SAID)).unwrap();
     // The next checkpoint is due: training has come as far as it can.
-    let mut run = held_run(&machine, || said().contains("note: the checkpoint before is still being written"));
+    let mut run =
+        held_run(&machine, || said().contains("note: a checkpoint is due while the one before is still being written"));
     let made = fs::read_to_string(r.join("metrics.jsonl")).is_ok_and(|log| log.contains("\"step\":3"));
     let saved = r.join("checkpoint-2").exists();
     fs::remove_file(machine.hold()).unwrap();
     let succeeds = run.wait().unwrap().success();
     let said = said();
-    assert!(succeeds && said.contains("note: the checkpoint before is still being written"), "{said}");
+    assert!(
+        succeeds && said.contains("note: a checkpoint is due while the one before is still being written"),
+        "{said}"
+    );
     // It has waited for the checkpoint as long as a few steps take, and says that it waits no longer.
     assert!(said.contains("note: training does not wait until a checkpoint is written"), "{said}");
     assert!(made && !saved, "step 3 is made: {made}; the checkpoint before it is complete: {saved}");

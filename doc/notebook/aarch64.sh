@@ -6,7 +6,7 @@
 #     rustup target add aarch64-unknown-linux-gnu
 #     bash doc/notebook/aarch64.sh [TARGET_FOLDER [all]]
 #
-# With `all`, the tests of foreign file formats run, too, which takes several times as long.
+# With `all`, the tests of calibration, of rows made from recipes, and of file formats run, too.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 export CARGO_TARGET_DIR=${1:-target}

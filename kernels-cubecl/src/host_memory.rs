@@ -122,14 +122,14 @@ unsafe impl GlobalAlloc for Allocator {
     // SAFETY: the caller keeps the contract of `GlobalAlloc`.
     unsafe fn realloc(&self, memory: *mut u8, layout: Layout, bytes: usize) -> *mut u8 {
         count(bytes as i64 - layout.size() as i64);
-        // SAFETY: the system's allocator has the same contract. and `memory` came from it.
+        // SAFETY: the system's allocator has the same contract, and `memory` came from it.
         checked(unsafe { System.realloc(memory, layout, bytes) }, bytes)
     }
 
     // SAFETY: the caller keeps the contract of `GlobalAlloc`.
     unsafe fn dealloc(&self, memory: *mut u8, layout: Layout) {
         count(-(layout.size() as i64));
-        // SAFETY: the system's allocator has the same contract. and `memory` came from it.
+        // SAFETY: the system's allocator has the same contract, and `memory` came from it.
         unsafe { System.dealloc(memory, layout) }
     }
 }

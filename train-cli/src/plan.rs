@@ -112,6 +112,11 @@ impl Plan {
         self.settings.memory.master_weights.unwrap_or_else(|| master_weights(precision))
     }
 
+    /// Whether a step must know its own gradient norm before it updates anything.
+    pub fn needs_the_norm_first(&self) -> bool {
+        self.clip.needs_the_norm_first(self.settings.optimizer.max_grad_norm)
+    }
+
     /// The first step, counted from 0, that uses the recipe, in a run of `steps` steps.
     pub fn quantize_from(&self, steps: usize) -> usize {
         quantized_from(self.settings.recipe.quantize_from, steps)

@@ -104,7 +104,8 @@ pub struct ParityArgs {
     #[arg(long, value_name = "PATH", conflicts_with = "expected")]
     pub against: Option<PathBuf>,
     /// Recipe for the first model, --model: its weights and activations are rounded as in a forward pass of this recipe. With
-    /// bf16 nothing is rounded, and NVFP4 weights are expanded to floats of the same values [default: as `generate` rounds them]
+    /// bf16 nothing is rounded, and NVFP4 weights are expanded to floats of the same values [default: as `generate` rounds its
+    /// weights and activations]
     #[arg(long, value_name = "RECIPE", value_parser = parser::<Recipe>(), conflicts_with = "expected")]
     #[arg(hide_possible_values = true)]
     pub recipe: Option<Recipe>,

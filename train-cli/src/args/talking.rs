@@ -166,7 +166,7 @@ fn of_card(what: &str, value: impl Fn(Sampling) -> f32) -> String {
     let or = if answers == thinks { String::new() } else { format!(", or {thinks} if the model thinks") };
     let lacking = value(Sampling::GREEDY);
     format!(
-        "{what} [default: if there is a generation_config.json, its value, or {lacking} if it has none; if there is no such file, \
+        "{what} [default: if there is a generation_config.json, its value, or {lacking} if it gives none; if there is no such file, \
          {answers}{or}]"
     )
 }
@@ -191,7 +191,11 @@ pub struct SamplingArgs {
     )]
     pub max_tokens: usize,
     /// Divides the logits.
-    #[arg(long, alias = "temp", allow_negative_numbers = true, help = of_card("Sampling temperature; 0 always takes the most likely token", |s| s.temperature))]
+    #[arg(long, alias = "temp", allow_negative_numbers = true, help = of_card(
+        "Sampling temperature; 0 always takes the most likely token. In generation_config.json, `do_sample: false` means 0, and \
+         `do_sample: true` without a temperature means 1",
+        |s| s.temperature,
+    ))]
     pub temperature: Option<f32>,
     /// The probability of the tokens that are kept.
     #[arg(long, value_name = "P", alias = "topp", allow_negative_numbers = true, help = of_card(

@@ -4,6 +4,7 @@ use super::{
     disk::{parent, sync_folder},
     manifest::{FileRecord, hex},
     temporary::{PROBE, claimed, sibling, sweep_abandoned},
+    threads::joined,
 };
 use crate::CliError;
 use sha2::{Digest, Sha256};
@@ -150,11 +151,6 @@ pub(super) fn write_synced(
         let file = joined(disk).map_err(CliError::io(path))?;
         made.map(|()| (hex(&joined(hash)), file))
     })
-}
-
-/// The result of a thread. Its panic goes on.
-pub(super) fn joined<T>(thread: thread::ScopedJoinHandle<'_, T>) -> T {
-    thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
 }
 
 /// Bytes that are handed to the disk and to the hash at a time.

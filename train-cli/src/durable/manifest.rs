@@ -1,17 +1,11 @@
 //! The manifest of a folder: which files it holds, with size and SHA-256.
 
-use super::disk::forget_cached;
+use super::{disk::forget_cached, threads::at_once};
 use crate::CliError;
 use model_qwen3::{ModelError, file, json};
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
-use std::{
-    collections::BTreeMap,
-    fs,
-    io::Read,
-    path::Path,
-    thread::{self, ScopedJoinHandle},
-};
+use std::{cmp::Reverse, collections::BTreeMap, fs, io::Read, path::Path};
 
 /// The list of a folder's files, which is written last.
 pub const MANIFEST: &str = "manifest.json";
@@ -122,27 +116,24 @@ fn compare(folder: &Path, largest: u64) -> Result<(), CliError> {
     compare_files(folder, manifest.files.iter(), largest)
 }
 
-/// Compares files of a folder with their records. Each large one has a thread, because a processor hashes less in a second than a
-/// disk reads.
+/// Compares files of a folder with their records. A processor hashes less in a second than a disk reads, so that the largest ones,
+/// of which a checkpoint has two, are read at the same time.
 fn compare_files<'a>(
     folder: &Path,
     files: impl Iterator<Item = (&'a String, &'a FileRecord)>,
     largest: u64,
 ) -> Result<(), CliError> {
-    let (large, small): (Vec<_>, Vec<_>) = files.partition(|(_, record)| record.bytes > QUICK);
-    thread::scope(|scope| {
-        let begin = |(name, record): (&'a String, &'a FileRecord)| {
-            let compare = move || compare_named(folder, name, record, largest);
-            thread::Builder::new().spawn_scoped(scope, compare).map_err(CliError::no_thread("checksum of a file"))
-        };
-        let threads = large.into_iter().map(begin).collect::<Result<Vec<_>, _>>()?;
-        small.into_iter().try_for_each(|(name, record)| compare_named(folder, name, record, largest))?;
-        let joined = |thread: ScopedJoinHandle<'_, Result<(), CliError>>| {
-            thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
-        };
-        threads.into_iter().try_for_each(joined)
-    })
+    let mut files: Vec<_> = files.collect();
+    files.sort_by_key(|(_, record)| Reverse(record.bytes));
+    let lane = |first: usize| {
+        let mut own = files.iter().skip(first).step_by(LANES);
+        move || own.try_for_each(|(name, record)| compare_named(folder, name, record, largest))
+    };
+    at_once("checksum of a file", (0..LANES.min(files.len())).map(lane)).map(|_| ())
 }
+
+/// Threads that read the files of a folder, of which somebody else may have made a thousand.
+const LANES: usize = 4;
 
 /// Compares a file of a folder with its record.
 fn compare_named(folder: &Path, name: &str, record: &FileRecord, largest: u64) -> Result<(), CliError> {

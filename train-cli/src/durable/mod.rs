@@ -14,6 +14,7 @@
 //! | `manifest` | the list of the files of a folder, and the check of a folder against it |
 //! | `pending` | a folder of files, which takes the place of an older one |
 //! | `lock` | the lock on a folder |
+//! | `threads` | what is done at the same time |
 
 mod disk;
 mod files;
@@ -21,6 +22,7 @@ mod lock;
 mod manifest;
 mod pending;
 mod temporary;
+mod threads;
 
 pub use disk::{make_folder, make_new_folder, parent, remove, remove_empty, rename};
 pub use files::{append_bytes, append_line, probe, sync_file, write_bytes, write_checked, write_file};

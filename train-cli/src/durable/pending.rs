@@ -2,9 +2,10 @@
 
 use super::{
     disk::{is_at, parent, remove, sync_folder},
-    files::{joined, write_synced, written},
+    files::{write_synced, written},
     manifest::{FileRecord, MANIFEST, Manifest, manifest_of},
     temporary::{sibling, sweep_abandoned},
+    threads::at_once,
 };
 use crate::CliError;
 use model_qwen3::file;
@@ -13,7 +14,6 @@ use std::{
     fs::{self, File},
     io::Write,
     path::{Path, PathBuf},
-    thread,
 };
 
 /// A folder that is being written. Nothing appears under its name before [`Self::commit`] or [`Self::replace`].
@@ -68,17 +68,11 @@ impl PendingFolder {
         write: impl Fn(&str, &mut dyn Write) -> Result<(), CliError> + Sync,
     ) -> Result<(), CliError> {
         let (folder, write) = (&self.temporary, &write);
-        let records = thread::scope(|scope| {
-            let begin = |name: &&str| {
-                let (name, path) = ((*name).to_owned(), folder.join(name));
-                let one = move || written(&path, |out| write(&name, out));
-                thread::Builder::new().spawn_scoped(scope, one).map_err(CliError::no_thread("writing of a file"))
-            };
-            let threads: Vec<_> = names.iter().map(begin).collect();
-            // All have ended when the first error is returned.
-            let ended: Vec<_> = threads.into_iter().map(|thread| thread.and_then(joined)).collect();
-            ended.into_iter().collect::<Result<Vec<_>, CliError>>()
-        })?;
+        let one = |name: &&str| {
+            let (name, path) = ((*name).to_owned(), folder.join(name));
+            move || written(&path, |out| write(&name, out))
+        };
+        let records = at_once("writing of a file", names.iter().map(one))?;
         self.files.extend(names.iter().map(|name| (*name).to_owned()).zip(records));
         Ok(())
     }
@@ -212,7 +206,10 @@ const WEIGHTS: [&str; 5] = [".safetensors", ".safetensors.index.json", ".dat", "
 mod tests {
     use super::super::{verify, verify_listed, write_bytes};
     use super::*;
-    use std::sync::atomic::{AtomicBool, Ordering};
+    use std::{
+        sync::atomic::{AtomicBool, Ordering},
+        thread,
+    };
 
     fn folder() -> tempfile::TempDir {
         tempfile::tempdir().unwrap()

@@ -91,7 +91,7 @@ impl Estimate {
         // The products give f32 gradients. Where they are gathered, they are stored in the type of the sums.
         let gathers = optimizer.gradient_accumulation_steps > 1;
         let sum_bytes = if master == MasterKind::F32 { 4.0 } else { value };
-        let both_passes = gathers && !plan.clip.needs_the_norm_first(optimizer.max_grad_norm);
+        let both_passes = gathers && !plan.needs_the_norm_first();
         // When the embedding's gradient is made, that of a separate head is no longer there.
         let mut gradients = 4.0 * (embedding + s.block);
         gradients += if gathers { sum_bytes * trained_params } else { 0.0 };

@@ -436,8 +436,8 @@ const LATE: &str = "note: training does not wait until a checkpoint is written, 
                     written loses up to two save intervals";
 
 /// Said once if training waits for the checkpoint before, in the middle of a run.
-const BUSY: &str = "note: the checkpoint before is still being written, and training waits for it. A larger --save-steps, or none, \
-                    waits less";
+const BUSY: &str = "note: a checkpoint is due while the one before is still being written, and training waits for that one. It waits \
+                    less if checkpoints are further apart";
 
 /// What to say to somebody who asks for a checkpoint by a signal.
 fn answer_to_request(step: usize, saves: bool) -> String {

@@ -68,7 +68,7 @@ impl Undo {
         let (advanced, bytes) = (&plan.settings.advanced, estimate.trained());
         match () {
             () if !advanced.guard => Self::Never,
-            () if plan.clip.needs_the_norm_first(plan.settings.optimizer.max_grad_norm) => Self::NotNeeded,
+            () if plan.needs_the_norm_first() => Self::NotNeeded,
             () if advanced.undo_copy && space.has(estimate.peak() + bytes) => Self::Copy { bytes },
             () if advanced.undo_copy && space == Space::default() && !device::is_there(device) => {
                 Self::Unknown { bytes }
@@ -232,8 +232,8 @@ impl Forecast {
         let (free, of_the_host) = (free::on_device(device), free::is_the_hosts(device));
         let space = Space { limit: plan.memory_limit, free };
         let one_batch = plan.settings.optimizer.gradient_accumulation_steps == 1;
-        let gathers = (plan.clip.needs_the_norm_first(plan.settings.optimizer.max_grad_norm) && one_batch)
-            .then(|| space.has(estimate.peak() + estimate.all_gradients()));
+        let gathers =
+            (plan.needs_the_norm_first() && one_batch).then(|| space.has(estimate.peak() + estimate.all_gradients()));
         if gathers == Some(true) {
             estimate.gather();
         }

@@ -217,8 +217,8 @@ impl Choice for MasterKind {
             named(
                 Self::BF16_RESIDUAL,
                 Self::BF16_RESIDUAL.name(),
-                "24 bits, or 3 bytes per parameter: the optimizer updates all 24, and the layers compute with the bf16 number that is nearest \
-                 to the weight",
+                "24 bits, or 3 bytes per parameter: the optimizer updates all 24, and the layers compute with the bf16 number that is \
+                 nearest to the weight",
             ),
             also(
                 named(
@@ -266,15 +266,15 @@ impl Choice for StateKind {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
 #[serde(rename_all = "kebab-case")]
 pub enum Nvfp4Part {
-    /// The technique: each square of 16x16 weights has one scale, so that a matrix and its transpose are rounded alike (the blocks
-    /// of the name are these squares, not transformer layers). Without it, each 16 weights of a row have one scale
+    /// Each square of 16x16 weights has one scale, so that a matrix and its transpose are rounded alike (the blocks of the name are
+    /// these squares, not transformer layers). If you switch this off, each 16 weights of a row have one scale
     SquareBlocks,
-    /// The technique: before the product that gives the weight gradient, both matrices are multiplied by a random Hadamard matrix in groups of
+    /// Before the product that gives the weight gradient, both matrices are multiplied by a random Hadamard matrix in groups of
     /// 16 values. It spreads a very large value over its group. Otherwise such a value would make the scale of the group too
     /// coarse for the other 15
     Hadamard,
-    /// Gradients are rounded up or down at random, so that the errors cancel on average; without it, they are rounded to
-    /// the nearest value
+    /// Gradients are rounded up or down at random, so that the errors cancel on average. If you switch this off, they are
+    /// rounded to the nearest value
     Stochastic,
 }
 
@@ -308,7 +308,8 @@ impl Format {
 }
 
 impl Choice for Format {
-    const AUTO: &'static str = "by the file name; in JSON files also by the keys of the first row, and in Parquet and Arrow tables by the names of the columns";
+    const AUTO: &'static str = "by the file name; in JSON files also by the keys of the first row, and in Parquet and Arrow tables by the \
+                                names of the columns";
 
     fn all() -> Vec<(Self, PossibleValue)> {
         Self::value_variants().iter().filter_map(|format| Some((*format, format.to_possible_value()?))).collect()

@@ -99,5 +99,5 @@ pub fn scales(begun_with: Option<Scaling>) -> Scaling {
 }
 
 /// The help of that default.
-pub(super) const SCALES: &str = "a new run uses `two` (scales of groups and of matrices), even if the NVFP4 weights of its model file have no scale for the whole \
-     matrix; a resumed run keeps the scales with which it began";
+pub(super) const SCALES: &str = "a new run uses `two` (scales of groups and of matrices), even if the NVFP4 weights of its model \
+                                 file have no scale for the whole matrix; a resumed run keeps the scales with which it began";
